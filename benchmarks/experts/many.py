@@ -28,7 +28,7 @@ from torchweft.experts.client import GrpcTransport, RemoteExpert
 
 MB = 1_000_000
 WIDTH, ROWS = 64, 4
-WANTED_PROCESSES, WANTED_SECONDS, WANTED_MB = 3, 3.0, 400.0
+REQUIRED_PROCESSES, REQUIRED_SECONDS, REQUIRED_MB = 3, 3.0, 400.0
 _DEADLINE = 120.0
 _CONFIG = """
 address = "127.0.0.1:0"
@@ -69,12 +69,12 @@ def run(quick: bool) -> Table:
     foreign = max(each.foreign for each in seen)
     told = f"{len(seen)} starts" + (f"; DISTURBED: other processes used up to {foreign:.2f} cores" * (foreign > 0.1))
     rows: list[Row] = [
-        {"figure": "processes", "seen": f"{processes}", **at_most(processes, WANTED_PROCESSES)},
-        {"figure": "start, s", "seen": f"{seconds:.2f}", **at_most(seconds, WANTED_SECONDS), "rounds": told},
+        {"figure": "processes", "seen": f"{processes}", **at_most(processes, REQUIRED_PROCESSES)},
+        {"figure": "start, s", "seen": f"{seconds:.2f}", **at_most(seconds, REQUIRED_SECONDS), "rounds": told},
         {
             "figure": "memory beyond parameters and optimizer, MB",
             "seen": f"{beyond / MB:.0f}",
-            **at_most(beyond / MB, WANTED_MB),
+            **at_most(beyond / MB, REQUIRED_MB),
         },
     ]
     notes = [f"  parameters and optimizer take {own / MB:.0f} MB"]

@@ -30,7 +30,7 @@ from torchweft.experts.mixture import RemoteMixtureOfExperts
 EXPERTS, K = 4, 2
 HERE, THERE, KEPT = "local", "remote", "kept graphs"
 KEEP = 256_000_000
-WANTED_SHARE, WANTED_APART, WANTED_CALLS = 0.7, 1e-6, 2.0
+REQUIRED_SHARE, REQUIRED_APART, REQUIRED_CALLS = 0.7, 1e-6, 2.0
 _PREFIX = {torch.float32: "ffn", torch.float64: "exact"}
 
 
@@ -101,8 +101,8 @@ def run(quick: bool) -> Table:
         _share("forward", forward, THERE),
         _share("forward, backward, step", training, THERE, judged=better == THERE),
         _share("forward, backward, step, graphs kept", training, KEPT, judged=better == KEPT),
-        {"figure": "outputs and gradients, apart", "seen": f"{apart:.1e}", **at_most(apart, WANTED_APART)},
-        {"figure": "calls per expert and step", "seen": f"{calls:g}", **at_most(calls, WANTED_CALLS)},
+        {"figure": "outputs and gradients, apart", "seen": f"{apart:.1e}", **at_most(apart, REQUIRED_APART)},
+        {"figure": "calls per expert and step", "seen": f"{calls:g}", **at_most(calls, REQUIRED_CALLS)},
     ]
     title = f"{EXPERTS} experts ffn{width}, k = {K}, batch {batch}: the server's share of the local speed"
     return Table(title, rows, ["  with backward and step, the better one is judged: graphs kept, or not"])
@@ -174,7 +174,7 @@ def _share(name: str, found: Race, of: str, *, judged: bool = True) -> Row:
     return {
         "figure": f"{name}, share",
         "seen": f"{share:.2f}",
-        **(at_least(share, WANTED_SHARE) if judged else {}),
+        **(at_least(share, REQUIRED_SHARE) if judged else {}),
         **times,
         "rounds": found.note(),
     }

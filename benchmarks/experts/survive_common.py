@@ -43,7 +43,7 @@ class Verdict:
         return {
             "what": self.what,
             "how often": self.times,
-            "wanted": self.wanted,
+            "required": self.wanted,
             "seen": self.seen,
             "verdict": "holds" if self.holds else "falls short",
         }

@@ -36,7 +36,7 @@ from torchweft.experts.client import GrpcTransport
 from torchweft.experts.server import Access, Grant, Server, ServerOptions
 
 BLOCK = 100
-WANTED_MB = 8.0
+REQUIRED_MB = 8.0
 _MB = 1 << 20
 
 
@@ -85,10 +85,10 @@ def _flat(what: str, backend: ExpertBackend, submit: Any, times: int, transport:
     return Verdict(
         what,
         f"{times}",
-        f"nothing waits, descriptors as before, at most {WANTED_MB:g} MB more",
+        f"nothing waits, descriptors as before, at most {REQUIRED_MB:g} MB more",
         f"{statistics.waiting_tasks} wait; {after[0] - before[0]:+d} descriptors, {grown:+.1f} MB; "
         f"{statistics.cancelled} cancelled in the queue so far",
-        flat and after[0] <= before[0] and grown <= WANTED_MB,
+        flat and after[0] <= before[0] and grown <= REQUIRED_MB,
     )
 
 

@@ -31,7 +31,7 @@ from torchweft.experts.wire import Call, Header, Kind, decode, read_fault, write
 from torchweft.experts.wire.service import StepReceipt, describe, read_description, read_receipt
 
 SEED = 7
-WANTED_MB = 64.0
+REQUIRED_MB = 64.0
 _HEAD = 160
 _FRAME = load_messages("torchweft.experts.wire", "experts", "Frame.header")["Frame"]
 _EXTREMES = (0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
@@ -55,9 +55,9 @@ def fuzzed(times: int, seed: int = SEED) -> Verdict:
     return Verdict(
         "bytes broken at random, for every decoder",
         f"{times}",
-        f"taken, or a WireError; at most {WANTED_MB:g} MB more",
+        f"taken, or a WireError; at most {REQUIRED_MB:g} MB more",
         f"{tally}; {grown:+.1f} MB, the longest {tally.longest * 1e3:.1f} ms; seed {seed}",
-        not tally.strange and grown <= WANTED_MB,
+        not tally.strange and grown <= REQUIRED_MB,
     )
 
 

@@ -42,7 +42,7 @@ from torchweft.experts.protobuf import load_messages
 from torchweft.experts.server import Server
 from torchweft.experts.wire import Call, Header, Kind, read_fault
 
-WANTED_MS = 50.0
+REQUIRED_MS = 50.0
 _GOOD = message(forward(rows(0)))
 
 
@@ -98,9 +98,9 @@ def among_good_ones(times: int) -> Verdict:
     return Verdict(
         "broken requests among good ones",
         f"{times}",
-        f"its typed error, p99 <= {WANTED_MS:g} ms; others to the bit",
+        f"its typed error, p99 <= {REQUIRED_MS:g} ms; others to the bit",
         seen,
-        not any(wrong.values()) and p99 <= WANTED_MS and good.holds,
+        not any(wrong.values()) and p99 <= REQUIRED_MS and good.holds,
     )
 
 

@@ -167,4 +167,4 @@ def _judged(point: Point, share: float, times: float | None) -> Row:
     if not wants:
         return {}
     holds = all(each for _, each in wants)
-    return {"wanted": ", ".join(text for text, _ in wants), "verdict": "holds" if holds else "falls short"}
+    return {"required": ", ".join(text for text, _ in wants), "verdict": "holds" if holds else "falls short"}
