@@ -459,7 +459,7 @@ def caller_on_own_stream(places: Places) -> None:
 
 
 class Tally(nn.Module):
-    """Sums its inputs in a buffer, so that lost additions are detected whatever their order."""
+    """Sums its inputs in a buffer, so that lost additions are detected in any order."""
 
     def __init__(self) -> None:
         super().__init__()

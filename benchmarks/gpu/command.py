@@ -85,7 +85,7 @@ def run_tests(end: float) -> Table:
     files, notes = test_files()
     argv = ["-m", "pytest", "-m", "cuda", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", *files]
     if find_spec("xdist"):
-        argv += ["-n", "4", "--dist", "loadfile", "-p", "no:benchmark"]  # benchmark warns about processes
+        argv += ["-n", "4", "--dist", "loadfile", "-p", "no:benchmark"]  # pytest-benchmark warns about xdist
     outcome = run_job(argv, min(TESTS_END, end - time.monotonic()))
     lines = outcome.output.splitlines()
     rows = [{"failed": line[:220]} for line in lines if line.startswith(("FAILED", "ERROR"))]

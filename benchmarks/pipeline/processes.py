@@ -8,8 +8,8 @@ programs disturb less. The plain loop does not communicate. If it varies by more
 comparison are left out. The variation is the interquartile range of its rounds, relative to the median.
 
 A shared host can halve the speed of a core for a second, and no counter of this machine shows it. Every sample
-therefore times a fixed probe before and after the steps. Rounds with a slow probe are repeated, whatever the candidates
-took. Rounds are short, so that the speed is the same for all candidates of a round.
+therefore times a fixed probe before and after the steps. Rounds with a slow probe are repeated. Rounds are short, so
+that the speed is the same for all candidates of a round.
 
 The ranks are processes of this host with gloo, one thread each, and the environment of torchrun. They are killed at the
 end of a comparison, or if one of them does not answer in time.

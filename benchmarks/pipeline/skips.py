@@ -5,9 +5,9 @@
     stage 3            F0 │ reads             B0           │
                           ├────────── alive ───────────────┤~~ too long ~~
 
-The skip tensors use memory of numpy arrays, whose finalizer shows when it is freed. This measures the storage, whatever
-number of tensors views it. A recomputation of the source makes a copy for the graph alone. No stage reads that copy, so
-it is counted but not judged.
+The skip tensors use memory of numpy arrays, and a finalizer records when it is freed. This tracks the storage itself,
+which several tensors can view. A recomputation of the source makes a copy for the graph alone. No stage reads that
+copy, so it is counted but not judged.
 """
 
 import time
