@@ -46,8 +46,8 @@ def run(quick: bool) -> Table:
         progress("randomly corrupted bytes")
         verdicts.append(survive_fuzz.corrupted_messages(times["fuzz"]))
         progress("malformed requests among valid ones")
-        verdicts.append(survive_hostile.malformed_requests(times["broken"]))
-        progress("bad gradients")
+        verdicts.append(survive_hostile.malformed_requests(times["malformed"]))
+        progress("invalid gradients")
         verdicts += survive_gradients.invalid_gradients(times["gradients"])
         progress("submit and cancel")
         verdicts += survive_crowd.cancelled_requests(times["cancel"])
@@ -78,7 +78,7 @@ def run(quick: bool) -> Table:
 
 _TIMES = {
     "fuzz": (1_000_000, 1_000),
-    "broken": (10_000, 60),
+    "malformed": (10_000, 60),
     "gradients": (1_000, 20),
     "cancel": (100_000, 1_000),
     "vanish": (100, 4),
