@@ -525,7 +525,7 @@ def device_tests_under_the_sanitizer(places: Places) -> None:
     """PyTorch's CUDA sanitizer finds no race in the tests of stage devices."""
     if places[0] == "cpu":
         raise Skipped("the sanitizer watches a GPU")
-    for package in ("pytest", "pytest_timeout", "hypothesis", "beartype", "jaxtyping"):
+    for package in ("pytest", "pytest_timeout", "hypothesis", "beartype"):
         if importlib.util.find_spec(package) is None:
             raise Skipped(f"the tests need {package}")
     argv = ["-m", "pytest", "-q", "-m", "cuda", "-x", "-p", "no:cacheprovider", "tests/pipeline/test_device.py"]

@@ -8,7 +8,7 @@
     python -m benchmarks gpu --write FOLDER       also writes the report to FOLDER/DATE-gpu.md
     python -m benchmarks gpu --rehearse           on the CPU: shows that the checks run, measures nothing
 
-Needs PyTorch with CUDA and no network. The tests need pytest, pytest-timeout, hypothesis, beartype and jaxtyping.
+Needs PyTorch with CUDA and no network. The tests need pytest, pytest-timeout, hypothesis and beartype.
 """
 
 import argparse
