@@ -1,4 +1,4 @@
-"""A model around a remote expert may be compiled: the call itself is not traced, and means what it always means."""
+"""Compiled models around a remote expert: its call is not traced, and the results are those without compilation."""
 
 import pytest
 
@@ -60,6 +60,6 @@ for backend in ("eager", "aot_eager"):
 
 @pytest.mark.long
 def test_a_compiled_model_computes_and_trains_as_before() -> None:
-    # In a process of its own: the compiler cannot trace through the run-time type checks of this suite.
+    # In a separate process, because the compiler cannot trace through the run-time type checks of this suite.
     seen = python(COMPILED)
     assert seen.returncode == 0, seen.stderr
