@@ -1,4 +1,4 @@
-"""The page in a real browser: Chromium, without a window. Skipped by name where there is none."""
+"""The page in a real browser: headless Chromium. The tests are skipped if it is not installed."""
 
 import base64
 import hashlib
@@ -36,7 +36,7 @@ def browse(url: str, profile: Path, *words: str) -> tuple[str, list[str]]:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, server: Server, between: Callable[[int], None]) -> list[int]:
-    """Call ``between`` with the number of each status that is asked for, before it is told."""
+    """Call ``between`` with the number of each status request, before the status is returned."""
     count: list[int] = []
     statistics = server.statistics
 
@@ -81,8 +81,8 @@ def test_page_is_not_wider_than_the_screen(tmp_path: Path, width: int) -> None:
     wide = "an.expert.with.a.name.that.does.not.want.to.end." * 4
     with Server([layer(wide), layer("b")], panel="127.0.0.1:0") as server:
         train(server, "b")
-        # A frame of that width, since a browser's own window may not be narrower than 500: the panel forbids frames,
-        # so its page is looked at as a file.
+        # In a frame, because a window of the browser cannot be narrower than 500 pixels. The panel forbids frames, so
+        # the frame shows its page as a file.
         (tmp_path / "page.html").write_text(_measured(server.status()), "utf-8")
         frame = tmp_path / "frame.html"
         frame.write_text(f'<iframe src="page.html" width="{width}" height="900"></iframe><p id="said"></p>' + LISTEN)
@@ -107,7 +107,7 @@ def _measured(status: dict[str, Any]) -> str:
 
 
 def drawn(found: dict[str, Any], folder: Path, script: str = "") -> str:
-    """The page of a status, after a script that runs when it is drawn."""
+    """Document of the page for a status, after running ``script`` in the page."""
     page = folder / "page.html"
     later = f"<script>setTimeout(() => {{ {script} }}, 500)</script></body>"
     page.write_text(_page_with(found).replace("</body>", later), "utf-8")
@@ -117,7 +117,7 @@ def drawn(found: dict[str, Any], folder: Path, script: str = "") -> str:
 
 
 def experts_in(document: str) -> list[str]:
-    """The names of the experts in their order."""
+    """Names of the experts in the order of the table."""
     table = document.partition('<section id="experts">')[2].partition("</section>")[0]
     return re.findall(r'<th role="rowheader" scope="row"><bdi>([^<]*)<', table)
 
@@ -159,7 +159,7 @@ def test_experts_are_sorted_and_filtered(tmp_path: Path, script: str, names: lis
 
 
 def test_filter_keeps_words_and_focus_through_a_redraw(tmp_path: Path) -> None:
-    """The next status replaces the table below the filter, and not the filter."""
+    """The next status replaces only the table below the filter."""
     script = """
     const input = document.querySelector("input");
     input.focus();
@@ -175,8 +175,8 @@ def test_filter_keeps_words_and_focus_through_a_redraw(tmp_path: Path) -> None:
 
 def test_six_experts_fit_on_the_screen_of_a_phone(tmp_path: Path) -> None:
     found = status([f"layer.{i}.expert" for i in range(8)])
-    for one in found["experts"].values():
-        next(iter(one["pools"].values())).update(merged={1: 20, 4: 5}, answered=12345, answer_seconds=321.0)
+    for expert in found["experts"].values():
+        next(iter(expert["pools"].values())).update(merged={1: 20, 4: 5}, answered=12345, answer_seconds=321.0)
     tell = """
     const rows = document.querySelectorAll("#experts tbody tr"), root = document.documentElement;
     const bottom = Math.ceil(rows[5].getBoundingClientRect().bottom);
@@ -211,7 +211,7 @@ def test_every_column_of_numbers_has_a_unit(tmp_path: Path) -> None:
 
 
 def test_event_is_shown_once(tmp_path: Path) -> None:
-    """A refused gradient fails its task, and the server answers both with an error."""
+    """A refused gradient also counts as a failed task and as an error answer."""
     found = status()
     expert = found["experts"]["a"]
     expert["refused_gradients"] = {"gradient": 3}
@@ -255,7 +255,7 @@ def test_page_draws_every_part_and_escapes_names(tmp_path: Path) -> None:
     assert words.index("|server full|") < words.index("|INFO|") and "1\u202f234" in words
 
 
-def test_of_a_thousand_experts_500_are_listed(tmp_path: Path) -> None:
+def test_page_lists_500_of_a_thousand_experts(tmp_path: Path) -> None:
     plain = status()
     many = {field: dict.fromkeys(map(str, range(1000)), plain[field]["a"]) for field in ("experts", "keeping")}
     seen = drawn({**plain, **many}, tmp_path)

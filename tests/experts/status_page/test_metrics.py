@@ -45,7 +45,7 @@ def test_numbers_types_and_labels_are_those_of_the_status() -> None:
     assert (
         seen["torchweft_batch_tasks_count", "a", "forward"] == seen["torchweft_batch_tasks_sum", "a", "forward"] == 3.0
     )
-    assert {family.name for family in REGISTRY.collect()} == before  # nothing of it is global
+    assert {family.name for family in REGISTRY.collect()} == before  # no metric is registered globally
 
 
 def test_every_family_has_help_a_type_and_a_name_with_its_unit() -> None:
@@ -69,7 +69,7 @@ def test_page_shows_rows_of_the_same_table() -> None:
 
 
 def test_directory_and_checkpoints_have_metrics() -> None:
-    nasty = samples(status([NASTY, "\udc00", "\udc01", 'a\\b"\n']))  # any name is a label, and two names stay two
+    nasty = samples(status([NASTY, "\udc00", "\udc01", 'a\\b"\n']))  # any name can be a label, and names stay distinct
     assert sum(key[0] == "torchweft_expert_steps_total" for key in nasty) == 4
     assert not any("directory" in key[0] or "durable" in key[0] for key in samples(status()))
     directory = {"here": "", "away_seconds": 2.5, "servers": {"b:2": {"experts": 3, "owns": 2}}}
