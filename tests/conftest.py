@@ -1,6 +1,6 @@
 """The environment of all tests.
 
-    run-time shape checks   every function of torchweft checks the types of its arguments and results
+    run-time type checks    every function of torchweft checks the types of its arguments and results
     one intra-op thread     so that results are bit-equal in every thread
     hypothesis profiles     "ci" if CI is set, else "torchweft"; fewer examples without --all
     cuda marker             skipped, by name, without a GPU
@@ -16,7 +16,6 @@ The import hook must be installed before any import of torchweft, hence at the t
 
 import gc
 import os
-import random
 import signal
 import sys
 import threading
@@ -26,16 +25,26 @@ from itertools import combinations
 
 import pytest
 import torch
-from beartype._check.code import codemain
+from beartype import BeartypeConf
+from beartype.claw import beartype_package
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
+
+from tests.type_checks import TypeCheckWarning
 
 if any(name == "torchweft" or name.startswith("torchweft.") for name in sys.modules):
     raise pytest.UsageError("torchweft was imported before tests/conftest.py, so its run-time checks would be off")
-# The checks examine one random item of a list. They get their own generator, because hypothesis forbids draws from
-# `random` within a strategy, and a pipe that is collected there ends its threads through checked functions.
-codemain.getrandbits = random.Random(0).getrandbits
-install_import_hook("torchweft", "beartype.beartype")
+# The checks examine the first item of a list and not a random one, because hypothesis forbids draws from `random`
+# within a strategy, and a pipe that is collected there ends its threads through checked functions. The module
+# `custom_op` is left out, because a checked operator loses its methods.
+beartype_package(
+    "torchweft",
+    conf=BeartypeConf(
+        is_random=False,
+        claw_is_pep526=False,
+        claw_skip_package_names=("torchweft.recurrent.custom_op",),
+        violation_type=TypeCheckWarning,
+    ),
+)
 
 # `weft.experts` sets this on import, but a test can import gRPC before.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
