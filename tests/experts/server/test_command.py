@@ -219,7 +219,7 @@ finally:
 
 @pytest.mark.long
 def test_imports_of_the_optimizer_are_frozen() -> None:
-    """Garbage collections skip frozen objects. Without an optimizer, these modules are not imported."""
+    """Garbage collections skip frozen objects. Without an optimizer, torch._dynamo is not imported."""
     trained = python(_IMPORTS.replace("OPTIMIZER", "'optimizer': 'Adam'"))
     assert trained.stdout.split() == ["0", "True", "True", "True", "0"], trained.stderr
     served = python(_IMPORTS.replace("OPTIMIZER", ""))

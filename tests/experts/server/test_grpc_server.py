@@ -134,8 +134,8 @@ def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: Raw
     while seen < count:
         seen += len(stream.receive())
     wait_until(lambda: (server.statistics().calls, server.statistics().nbytes) == (0, 0))
-    found = server.statistics()
-    assert all(pool.waiting_tasks == 0 for pool in found.experts["fussy"].pools.values())
+    statistics = server.statistics()
+    assert all(pool.waiting_tasks == 0 for pool in statistics.experts["fussy"].pools.values())
 
 
 def test_info_is_a_unary_call_too(server: Server) -> None:

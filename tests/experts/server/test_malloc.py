@@ -35,7 +35,7 @@ PAGES = 10 * 4 * (1 << 24) // os.sysconf("SC_PAGE_SIZE")
 
 
 def page_faults(**environment: str) -> list[int]:
-    """Page page_faults of each thread in 10 batches of 64 MB."""
+    """Page faults of each thread in 10 batches of 64 MB."""
     seen = python(_PROGRAM, THP_MEM_ALLOC_ENABLE="0", **environment)
     assert seen.returncode == 0, seen.stderr
     done, *found = json.loads(seen.stdout)

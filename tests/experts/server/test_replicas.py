@@ -222,11 +222,11 @@ def test_new_owner_loads_a_newer_checkpoint(tmp_path: Path) -> None:
 
 
 def test_owner_starts_from_a_hand_made_checkpoint(tmp_path: Path) -> None:
-    store, made = FolderCheckpointStore(tmp_path), expert()
-    store.save("fussy", made.state_dict(), 0)
+    store, initial = FolderCheckpointStore(tmp_path), expert()
+    store.save("fussy", initial.state_dict(), 0)
     with make(LocalDirectory(), expert(), checkpoints=store) as server:
         wait_until(lambda: role(server) == "owner")
-        assert weights(backend_of(server)) == weights(made)
+        assert weights(backend_of(server)) == weights(initial)
         assert server.statistics().replicas["fussy"].failure == ""
 
 

@@ -93,7 +93,7 @@ def test_signal_handler_takes_no_lock() -> None:
 def test_signal_during_the_start_closes_everything(
     moment: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made: list[Server] = []
+    servers: list[Server] = []
     closed: list[bool] = []
 
     class Slow(LocalDirectory):
@@ -111,9 +111,9 @@ def test_signal_during_the_start_closes_everything(
     def build(config: Any) -> Server:
         if moment == "build":
             os.kill(os.getpid(), number)
-        made.append(Server([make_expert("ffn", hidden=8).backend("f")], directory=directory))
-        made[0].own(close)
-        return made[0]
+        servers.append(Server([make_expert("ffn", hidden=8).backend("f")], directory=directory))
+        servers[0].own(close)
+        return servers[0]
 
     before = handlers()
     monkeypatch.setattr(command.ServeConfig, "server", build)
@@ -122,9 +122,9 @@ def test_signal_during_the_start_closes_everything(
             serve(CONFIG)
         assert stop.value.code == 0 and handlers() == before
         if moment == "start":
-            assert closed and made[0].shutdown()
+            assert closed and servers[0].shutdown()
             with pytest.raises(UsageError, match="started once"):
-                made[0].start()
+                servers[0].start()
             assert directory.get().experts == {}
     assert capsys.readouterr().err == ""
 

@@ -19,7 +19,7 @@ from torchweft.experts.wire.service import read_receipt
 
 
 def test_periodic_task_continues_after_failures(caplog: pytest.LogCaptureFixture) -> None:
-    """Only the first of several failures is logged, and `stop` ends the task at once."""
+    """Only the first of consecutive failures is logged, and `stop` ends the task at once."""
     turns: list[int] = []
     done = threading.Event()
 

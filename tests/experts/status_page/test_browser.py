@@ -106,11 +106,11 @@ def _measured(status: dict[str, Any]) -> str:
     return _page_with(status).replace("</body>", f"<script>setTimeout(() => {tell}, 1500)</script></body>")
 
 
-def drawn(found: dict[str, Any], folder: Path, script: str = "") -> str:
+def drawn(current: dict[str, Any], folder: Path, script: str = "") -> str:
     """Document of the page for a status, after running ``script`` in the page."""
     page = folder / "page.html"
     later = f"<script>setTimeout(() => {{ {script} }}, 500)</script></body>"
-    page.write_text(_page_with(found).replace("</body>", later), "utf-8")
+    page.write_text(_page_with(current).replace("</body>", later), "utf-8")
     document, said = browse(page.as_uri(), folder / "p", "--virtual-time-budget=1000", "--dump-dom")
     assert said == [] and 'data-state="live">live<' in document
     return re.sub("<script>.*?</script>", "", document, flags=re.DOTALL)
@@ -123,11 +123,11 @@ def experts_in(document: str) -> list[str]:
 
 
 def five_experts() -> dict[str, Any]:
-    found = status(["ffn.0", "ffn.1", "gate", "Gate", "z"])
+    current = status(["ffn.0", "ffn.1", "gate", "Gate", "z"])
     for name, steps in (("ffn.1", 7), ("gate", 12), ("z", 100)):
-        found["experts"][name]["steps"] = steps
-    found["keeping"]["gate"]["durable"] = 3
-    return found
+        current["experts"][name]["steps"] = steps
+    current["keeping"]["gate"]["durable"] = 3
+    return current
 
 
 @pytest.mark.parametrize(
@@ -174,15 +174,15 @@ def test_filter_keeps_words_and_focus_through_a_redraw(tmp_path: Path) -> None:
 
 
 def test_six_experts_fit_on_the_screen_of_a_phone(tmp_path: Path) -> None:
-    found = status([f"layer.{i}.expert" for i in range(8)])
-    for expert in found["experts"].values():
+    current = status([f"layer.{i}.expert" for i in range(8)])
+    for expert in current["experts"].values():
         next(iter(expert["pools"].values())).update(merged={1: 20, 4: 5}, answered=12345, answer_seconds=321.0)
     tell = """
     const rows = document.querySelectorAll("#experts tbody tr"), root = document.documentElement;
     const bottom = Math.ceil(rows[5].getBoundingClientRect().bottom);
     parent.postMessage(`${bottom} ${root.scrollWidth - root.clientWidth}`, "*");
     """
-    page = _page_with({**found, "seconds": 50.0, "address": "10.20.30.40:7070"})
+    page = _page_with({**current, "seconds": 50.0, "address": "10.20.30.40:7070"})
     (tmp_path / "page.html").write_text(
         page.replace("</body>", f"<script>setTimeout(() => {{ {tell} }}, 1500)</script></body>"), "utf-8"
     )
@@ -196,13 +196,13 @@ def test_six_experts_fit_on_the_screen_of_a_phone(tmp_path: Path) -> None:
 def test_every_column_of_numbers_has_a_unit(tmp_path: Path) -> None:
     replica = {"role": "follower", "owner": "b:2", "token": 7, "behind": 3, "followers": {"c": 1}, "failure": None}
     device = {"alive": True, "working_on": None, "seconds": 10.0, "busy": 5.0, "batches": 20}
-    found = status(
+    current = status(
         turned_away=2,
         replicas={"a": replica},
         runtimes={"cpu": device},
         directory={"here": "a:1", "away_seconds": 0, "servers": {"a:1": {"experts": 1, "owns": 0}}},
     )
-    document = drawn({**found, "seconds": 20.0}, tmp_path)
+    document = drawn({**current, "seconds": 20.0}, tmp_path)
     bare = {"expert", "role here", "owner", "failure", "reason", "of what", "device", "thread", "works on", "server"}
     for cell in re.findall(r'data-column="([^"]*)"', document):
         assert cell in bare or cell.count(" ") or cell == "when UTC", cell
@@ -212,14 +212,14 @@ def test_every_column_of_numbers_has_a_unit(tmp_path: Path) -> None:
 
 def test_event_is_shown_once(tmp_path: Path) -> None:
     """A refused gradient also counts as a failed task and as an error answer."""
-    found = status()
-    expert = found["experts"]["a"]
+    current = status()
+    expert = current["experts"]["a"]
     expert["refused_gradients"] = {"gradient": 3}
     forward, backward, *_ = expert["pools"].values()
     backward["failed"], forward["refused"], forward["expired"] = {"gradient": 3, "module": 2}, {"overload": 5}, 1
     errors = {"gradient": 3, "module": 2, "overload": 5, "expired": 1, "unknown": 4, "forbidden": 6, "wire": 7}
-    found |= {"errors": errors, "refusals": {"FORWARD": 6}, "broken": 7, "turned_away": 8}
-    words = re.sub("<[^>]*>", "|", drawn({**found, "seconds": 30.0}, tmp_path))
+    current |= {"errors": errors, "refusals": {"FORWARD": 6}, "broken": 7, "turned_away": 8}
+    words = re.sub("<[^>]*>", "|", drawn({**current, "seconds": 30.0}, tmp_path))
     table = words.partition("|Refused or failed|")[2].partition("|Devices|")[0]
     counts = [int(word) for word in table.split("|") if word.isdigit()]
     assert sorted(counts) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -230,7 +230,7 @@ def test_page_draws_every_part_and_escapes_names(tmp_path: Path) -> None:
     name = NASTY.replace("\ud800", "").replace("\x00", "")
     replica = {"role": "follower", "owner": "b:2", "token": 7, "behind": 3, "followers": {name: 1}, "failure": "no way"}
     servers = {"a:1": {"experts": 1, "owns": 0}, "b:2": {"experts": 3, "owns": 2}}
-    found = status(
+    current = status(
         [name],
         directory={"here": "a:1", "away_seconds": 1.5, "servers": servers},
         audit=[{"time": 0.0, "client": name, "peer": name, "expert": name, "what": "TRAIN", "why": name}],
@@ -243,8 +243,8 @@ def test_page_draws_every_part_and_escapes_names(tmp_path: Path) -> None:
         answered={name: 1},
         turned_away=1234,
     )
-    next(iter(found["experts"][name]["pools"].values()))["merged"] = {1: 20, 4: 5}
-    seen = drawn(found, tmp_path)
+    next(iter(current["experts"][name]["pools"].values()))["merged"] = {1: 20, 4: 5}
+    seen = drawn(current, tmp_path)
     words = re.sub("<[^>]*>", "|", seen)
     assert "alert(1)" in words and "<script" not in seen and "<title>draining: &lt;/title" in seen
     assert 'aria-label="batches by tasks: 20 of 1 task, 5 of 3 to 4 tasks"' in seen

@@ -29,9 +29,9 @@ LOCAL = "127.0.0.1:0"
 
 
 def url(server: Server) -> str:
-    found = server.panel_url
-    assert found is not None
-    return found
+    address = server.panel_url
+    assert address is not None
+    return address
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +52,8 @@ def test_page_json_metrics_and_terminal_agree(monkeypatch: pytest.MonkeyPatch) -
         assert code == 200 and fields["content-type"] == "text/html; charset=utf-8"
         assert "default-src 'none'" in fields["content-security-policy"]
         assert "/status.json" in page
-        found = json.loads(get(url(server), "/status.json")[2])
-        assert found["experts"] == json.loads(status(server.address, as_json=True))["experts"]
+        answer = json.loads(get(url(server), "/status.json")[2])
+        assert answer["experts"] == json.loads(status(server.address, as_json=True))["experts"]
         assert 'torchweft_expert_steps_total{expert="a"} 2.0' in get(url(server), "/metrics")[2]
         assert status(server.address).splitlines()[2].split() == ["a", "2", "-", "4", "0", "0"]
     assert server.panel_url is not None
@@ -66,8 +66,8 @@ def test_panel_has_no_other_paths_and_no_writes() -> None:
         assert get(url(server), method="POST")[0] == 405
         code, fields, body = get(url(server), method="HEAD")
         assert code == 200 and int(fields["content-length"]) > 1000 and body == ""
-        wanted = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
-        assert get(url(server), "/metrics", Accept=wanted)[1]["content-type"].startswith("application/openmetrics-text")
+        accept = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+        assert get(url(server), "/metrics", Accept=accept)[1]["content-type"].startswith("application/openmetrics-text")
         assert get(url(server), "/metrics")[1]["content-type"].startswith("text/plain")
 
 
@@ -115,8 +115,8 @@ def test_unavailable_directory_still_shows_its_servers(directory: LocalDirectory
     with Server([layer("a")], directory=directory, options=ServerOptions(lease_seconds=0.3), panel=LOCAL) as server:
         directory.close()
         wait_until(lambda: fetch_status(server)["directory"]["away_seconds"])
-        found = fetch_status(server)["directory"]
-        assert list(found["servers"]) == [server.address]
+        shown = fetch_status(server)["directory"]
+        assert list(shown["servers"]) == [server.address]
 
 
 def test_bad_clients_of_the_panel_do_not_delay_the_experts() -> None:
@@ -131,19 +131,19 @@ def test_bad_clients_of_the_panel_do_not_delay_the_experts() -> None:
         place = address(url(server))
         held = [socket.create_connection(place, timeout=PATIENCE) for _ in range(80)]  # more than it accepts
         threads = [threading.Thread(target=flood, args=(place,)) for _ in range(2)]
-        for each in threads:
-            each.start()
+        for thread in threads:
+            thread.start()
         took: list[float] = []
         for _ in range(40):
             start = time.monotonic()
             remote(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
             took.append(time.monotonic() - start)
         stop.set()
-        for each in threads:
-            each.join()
-        for each in held:
-            each.close()
-        assert sorted(took)[len(took) // 2] < 0.5  # 1 ms is usual; it must not wait for the other clients
+        for thread in threads:
+            thread.join()
+        for connection in held:
+            connection.close()
+        assert sorted(took)[len(took) // 2] < 0.5  # usually 1 ms, unless it waits for the other clients
 
         def answered() -> bool:
             with suppress(OSError, ValueError, IndexError):

@@ -32,7 +32,7 @@ def test_young_server_counts_from_its_start() -> None:
 
 
 def test_counts_cover_the_last_minute() -> None:
-    """The window has at most one more period. A server that slows down after ten minutes shows it within a minute."""
+    """The window is at most one period longer. A slowdown after ten minutes shows within a minute."""
     recent, seconds = RecentCounters(), 0.0
     while seconds < 600:
         recent.note(at(seconds, int(100 * seconds)))
