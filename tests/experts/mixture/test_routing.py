@@ -1,4 +1,4 @@
-"""Routing finds exactly the best of the living experts."""
+"""Routing selects exactly the best live experts."""
 
 import itertools
 from unittest import mock
@@ -13,7 +13,7 @@ from torchweft.experts.mixture.routing import all_scores, choose_experts, chosen
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 6), st.integers(0, 7), st.data())
-def test_the_chosen_are_the_best_of_the_living(sizes: list[int], k: int, samples: int, data: st.DataObject) -> None:
+def test_routing_chooses_the_best_live_experts(sizes: list[int], k: int, samples: int, data: st.DataObject) -> None:
     whole = list(itertools.product(*(range(size) for size in sizes)))
     living = sorted(data.draw(st.sets(st.sampled_from(whole), min_size=1)))
     scores = numbers(samples, sum(sizes), seed=data.draw(st.integers(0, 9)), dtype=torch.float32).requires_grad_()

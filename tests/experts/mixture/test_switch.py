@@ -1,4 +1,4 @@
-"""The switch mixture weighs by probability, drops beyond its capacity, and teaches its router balance."""
+"""The switch mixture weights by probability, drops rows beyond its capacity and balances its router."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def local_output(
 
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("gone", [(), ("ffn.0.1",), ("ffn.0.0", "ffn.1.0", "ffn.0.1", "ffn.1.1")])
-def test_outputs_loss_and_gradients_are_those_computed_here(world: World, k: int, gone: tuple[str, ...]) -> None:
+def test_outputs_loss_and_gradients_equal_the_local_mixture(world: World, k: int, gone: tuple[str, ...]) -> None:
     mixture = make_mixture(world, k_best=k).eval()
     mixture(numbers(1, WIDTH))
     world.servers.faults = dict.fromkeys(gone, fails)
@@ -87,7 +87,7 @@ def test_rows_beyond_the_capacity_are_dropped(world: World) -> None:
         assert [i for i in mine if not dropped[i]] == mine[:4]
 
 
-def test_who_hangs_costs_its_own_samples_and_only_so_much_time(world: World) -> None:
+def test_hanging_expert_costs_only_its_own_samples(world: World) -> None:
     mixture = make_mixture(world, timeout_after_k_min=0.05).eval()
     x = numbers(32, WIDTH).requires_grad_()
     mixture(x)

@@ -1,4 +1,4 @@
-"""What clients that may train can do to each other: not act in another's name, and not take more than a share."""
+"""Clients with training rights cannot act in another client's name or take more than their share."""
 
 import contextlib
 import queue
@@ -193,7 +193,7 @@ def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
     work(backend)
     assert backend.idempotency.statistics().keys <= 51
     (late,) = answered(backend, backward(backend, 2, client="ann", key="b", mini_batch="m"))
-    assert isinstance(late, CommitError), "else a commit would apply a part of the mini-batch"
+    assert isinstance(late, CommitError), "otherwise a commit would apply a part of the mini-batch"
 
 
 def test_discard_reaches_queued_gradients(backend: ExpertBackend) -> None:
@@ -215,7 +215,7 @@ def test_mini_batches_of_a_gone_client_are_freed(monkeypatch: pytest.MonkeyPatch
     assert add("ann", gone) is None and add("bob", gone) is None
     gone.ended_at = clock.now
     clock.now += 29.0
-    assert add("bob", back, 1) is None, "a client that came back in time goes on"
+    assert add("bob", back, 1) is None, "a client that reconnects in time can continue"
     assert isinstance(add("eve", back), OverloadError)
     clock.now += 1.0
     assert add("eve", back) is None
