@@ -1,4 +1,4 @@
-"""Between gradients and weights: fused optimizers, gradients in memory of their own, hooks, and held memory."""
+"""Optimizer steps: fused optimizers, private memory of gradients, gradient hooks, and retained memory."""
 
 import copy
 import weakref
@@ -26,7 +26,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def step_in_backward(parameter: Tensor) -> None:
-    """An optimizer step within backward, which saves the memory of gradients."""
+    """Hook that steps within the backward, which saves the memory of gradients."""
     assert parameter.grad is not None and not torch.is_grad_enabled()
     parameter.sub_(parameter.grad, alpha=0.3)
     parameter.grad = None
@@ -146,7 +146,7 @@ D = torch.float64
 
 
 class ConstantGradient(torch.autograd.Function):
-    """``x + p``; the gradient of p is the very tensor ``constant``."""
+    """``x + p``, where the gradient of p is the tensor object ``constant`` itself."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: Tensor, constant: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def encoder() -> nn.Module:
 
 
 def sparse() -> nn.Module:
-    """A sparse gradient that shares memory with the answer, and a parameter without any."""
+    """Module with a sparse gradient that shares memory with the answer, and a parameter without a gradient."""
     table = nn.Embedding(9, 4, sparse=True, dtype=D)
     return Formula(lambda s, x: (x + s.layer((x[:, 0] > 0).long())) * 2, layer=table, unused=parameter(2))
 
@@ -222,7 +222,7 @@ def assert_steps_as_in_plain_pytorch(
     mini_batch: bool = False,
     dtype: torch.dtype = D,
 ) -> None:
-    """Two steps here and in plain PyTorch give the same weights and answers, and answers do not change later."""
+    """Assert that two steps give the weights and answers of plain PyTorch, and that answers do not change later."""
     module = seeded(make)
     plain = copy.deepcopy(module)
     plain_optimizer = optimizer(plain.parameters())
