@@ -159,7 +159,7 @@ def work(backend: ExpertBackend) -> None:
         ready = [(number, pool) for number, pool in heads if number is not None]
         if not ready:
             return
-        pool = min(ready, key=lambda each: each[0])[1]
+        pool = min(ready, key=lambda number_and_pool: number_and_pool[0])[1]
         pool.run_batch()
 
 

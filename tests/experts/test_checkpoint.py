@@ -31,14 +31,14 @@ def state(step: int) -> dict[str, Any]:
     return {"w": torch.full((5,), float(step)), "b": torch.full((2, 2), step), "lr": step / 7}
 
 
-def step_of(found: Any) -> int | None:
+def step_of(loaded: Any) -> int | None:
     """Return the step of a loaded checkpoint, and assert that all its parts agree on it."""
-    if found is None:
+    if loaded is None:
         return None
-    tensors = torch.cat([found.state["w"].double(), found.state["b"].double().ravel()])
-    steps = {*tensors.tolist(), float(found.step), float(found.extra["keys"][-1]), round(found.state["lr"] * 7, 6)}
+    tensors = torch.cat([loaded.state["w"].double(), loaded.state["b"].double().ravel()])
+    steps = {*tensors.tolist(), float(loaded.step), float(loaded.extra["keys"][-1]), round(loaded.state["lr"] * 7, 6)}
     assert len(steps) == 1, steps
-    return found.step
+    return loaded.step
 
 
 def save(store: FolderCheckpointStore, step: int) -> None:
@@ -74,8 +74,8 @@ def test_crash_leaves_the_old_or_the_new_checkpoint(keep: int, seed: int) -> Non
         disk = CrashingDisk(crash_at)
         promised = run(disk, range(1, 5), keep)
         after = disk.after_crash(random.Random(1000 * seed + crash_at))
-        found = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=after).load_newest(UID))
-        assert found in ({promised, promised + 1} if promised else {None, 1}), (crash_at, promised, found)
+        loaded = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=after).load_newest(UID))
+        assert loaded in ({promised, promised + 1} if promised else {None, 1}), (crash_at, promised, loaded)
 
 
 @settings(max_examples=100)
@@ -86,9 +86,9 @@ def test_repeated_crashes_lose_no_completed_save(crashes: list[int], keep: int, 
         disk.crash_at, disk.moments = crash_at, 0
         promised = run(disk, range(promised + 1, promised + 4), keep) or promised
         disk = disk.after_crash(draw)
-        found = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=disk).load_newest(UID)) or 0
-        assert promised <= found <= promised + 1
-        promised = found
+        loaded = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=disk).load_newest(UID)) or 0
+        assert promised <= loaded <= promised + 1
+        promised = loaded
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
@@ -101,8 +101,8 @@ def test_killed_process_loses_no_reported_checkpoint(tmp_path: Path) -> None:
         if child == 0:
             try:
                 store = FolderCheckpointStore(tmp_path, keep=2)
-                found = store.load_newest(UID)
-                for step in range((found.step if found else 0) + 1, 1 << 30):
+                loaded = store.load_newest(UID)
+                for step in range((loaded.step if loaded else 0) + 1, 1 << 30):
                     save(store, step)
                     os.write(writer, step.to_bytes(8, "little"))
             finally:
@@ -128,14 +128,14 @@ def test_damaged_file_is_skipped_and_reported(tmp_path: Path) -> None:
     data = bytearray(files[1].read_bytes())
     data[-1] ^= 1
     files[1].write_bytes(data)
-    found = store.load_newest(UID)
-    assert found is not None and step_of(found) == 1
-    assert len(found.skipped) == 2 and "are not those that were written" in found.skipped[0]
+    loaded = store.load_newest(UID)
+    assert loaded is not None and step_of(loaded) == 1
+    assert len(loaded.skipped) == 2 and "are not those that were written" in loaded.skipped[0]
     for step, content in ((4, serialize([1, 2])), (5, b"no safetensors at all")):  # intact, but not an expert
         store.write(EncodedCheckpoint(UID, step, content))
-        found = store.load_newest(UID)
-        assert found is not None and step_of(found) == 1
-    assert any("holds expert None" in reason for reason in found.skipped)
+        loaded = store.load_newest(UID)
+        assert loaded is not None and step_of(loaded) == 1
+    assert any("holds expert None" in reason for reason in loaded.skipped)
     for file in set((tmp_path / UID).iterdir()) - set(files[1:]):
         if file.suffix:
             file.unlink()
@@ -211,8 +211,8 @@ def test_folders_of_any_name_are_distinct_and_below_the_root(uids: list[str]) ->
         assert folder.parent == ROOT and not folder.name.startswith(".") and len(os.fsencode(folder.name)) <= 200
         assert folder.name == folder.name.lower() or "%" in folder.name  # some file systems ignore case
     for number, uid in enumerate(uids):
-        found = store.load_newest(uid)
-        assert found is not None and (found.state["n"], found.uid) == (number, uid)
+        loaded = store.load_newest(uid)
+        assert loaded is not None and (loaded.state["n"], loaded.uid) == (number, uid)
 
 
 def test_encoded_state_is_independent_of_later_steps(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_encoded_state_is_independent_of_later_steps(tmp_path: Path) -> None:
     encoded = store.encode(UID, {"w": w}, 1)
     w.add_(1)
     store.write(encoded)
-    found = store.load_newest(UID)
-    assert found is not None and not found.state["w"].any()
+    loaded = store.load_newest(UID)
+    assert loaded is not None and not loaded.state["w"].any()
 
 
 def test_many_threads_save_many_experts(tmp_path: Path) -> None:

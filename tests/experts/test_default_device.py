@@ -77,10 +77,10 @@ RUNS: dict[str, Run] = {
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_experts_work_under_any_default_device(kind: str) -> None:
-    wanted = RUNS[kind]()
+    expected = RUNS[kind]()
     with torch.device("meta"):
         seen = RUNS[kind]()
-    for one, other in zip(seen, wanted, strict=True):
+    for one, other in zip(seen, expected, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 

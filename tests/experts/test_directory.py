@@ -221,8 +221,7 @@ class Model:
             self.end(number)
 
     def check(self, snapshot: Snapshot) -> None:
-        listed = {(uid, address) for uid, addresses in snapshot.experts.items() for address in addresses}
-        assert listed == set(self.listed)
+        assert {(uid, place) for uid, places in snapshot.experts.items() for place in places} == set(self.listed)
         seen = {uid: (owner.address, owner.token) for uid, owner in snapshot.owners.items()}
         assert seen == {uid: owner[:2] for uid, owner in self.owners.items()}
 
@@ -415,7 +414,7 @@ def test_silent_member_costs_its_share_of_the_timeout(member: Member) -> None:
             directory.declare("a", "x:1", 60.0)
             assert time.monotonic() - start < 20.0
             taken: list[float] = []
-            for _ in range(10):  # the responsive member comes first now; repeated because of load
+            for _ in range(10):  # the responsive member comes first now (repeated because of load)
                 start = time.monotonic()
                 assert directory.get().uids == ("a",)
                 taken.append(time.monotonic() - start)

@@ -69,7 +69,7 @@ def server(module: nn.Linear) -> Iterator[Server]:
         yield server
 
 
-def expected(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_locally(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs, and the input gradients for output gradients of ones."""
     x = X.clone().requires_grad_()
     outputs = module(x)
@@ -80,11 +80,11 @@ def expected(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_client_needs_only_reflection(module: nn.Linear, server: Server) -> None:
-    wanted = expected(module)
+    expected = compute_locally(module)
     done = python(CLIENT, server.address)
     assert done.returncode == 0, done.stderr
     outputs, gradients, steps = json.loads(done.stdout)
-    torch.testing.assert_close((torch.tensor(outputs), torch.tensor(gradients)), wanted)
+    torch.testing.assert_close((torch.tensor(outputs), torch.tensor(gradients)), expected)
     assert steps == 1
 
 
@@ -93,10 +93,10 @@ def test_client_needs_only_reflection(module: nn.Linear, server: Server) -> None
     reason="wants Node, and `npm install` in examples/node",
 )
 def test_node_client_calls_and_trains(module: nn.Linear, server: Server) -> None:
-    wanted = expected(module)
+    expected = compute_locally(module)
     done = run(["node", "examples/node/client.mjs", server.address, "ffn.0"])
     assert done.returncode == 0, done.stderr
     printed = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     seen = torch.tensor(json.loads(printed["outputs"])), torch.tensor(json.loads(printed["gradients"]))
-    torch.testing.assert_close(seen, wanted)
+    torch.testing.assert_close(seen, expected)
     assert (printed["steps"], printed["refused"]) == ("1", "UnknownExpertError")

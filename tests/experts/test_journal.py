@@ -175,7 +175,7 @@ def test_torn_journal_keeps_all_whole_lines(tmp_path: Path, zeros: int) -> None:
 
 def test_only_the_last_line_can_be_torn() -> None:
     good, torn = entry(1).to_json(), entry(2).to_json()[:30]
-    assert [each.step for each in read_journal([good, torn])] == [1]
+    assert [whole.step for whole in read_journal([good, torn])] == [1]
     for lines in ([torn, good], [good, torn + "\n"], [good, "hello"], [good, "{}"], [good, '{"kind": "backward"}']):
         with pytest.raises(UsageError, match="not a line of an expert's journal"):
             read_journal(lines)
@@ -266,7 +266,7 @@ def test_failed_rotation_continues_in_the_full_file(tmp_path: Path, monkeypatch:
             with pytest.raises(PermissionError):
                 journal.write(entry(2), [])
         journal.write(entry(3), [])
-    assert [each.step for each in read_journal(journal_lines(path))] == [1, 3]
+    assert [read.step for read in read_journal(journal_lines(path))] == [1, 3]
 
 
 class Life:
@@ -360,7 +360,7 @@ def test_replay_after_any_loads_gives_the_same_bytes(history: list[str], norm: b
 def test_many_discarded_mini_batches_replay() -> None:
     life = Life.of("add, add, discard, " * 20 + "add, commit, step")
     entries = read_journal(life.lines)
-    assert [each.kind for each in entries].count("dropped") == 20 and life.is_replayed(entries, 43)
+    assert [entry.kind for entry in entries].count("dropped") == 20 and life.is_replayed(entries, 43)
     without_drops = [entry for entry in entries if entry.kind != "dropped"]  # the format of older journals
     with pytest.raises(ReplayError, match=r"the backward batch .* cannot be replayed .* QuotaError: .* mini-batches"):
         replay(fussy_backend(), without_drops, life.store.fetch)
@@ -368,7 +368,7 @@ def test_many_discarded_mini_batches_replay() -> None:
 
 def test_mini_batch_begun_before_the_state_is_not_replayed() -> None:
     life = Life.of("add, save, add, commit")
-    entries = [each for each in read_journal(life.lines) if each.place > (0, 1)]
+    entries = [entry for entry in read_journal(life.lines) if entry.place > (0, 1)]
     again = fussy_backend()
     again.load_state_dict(life.saved[""])
     with pytest.raises(ReplayError, match="1 of the 2 backward batches of mini-batch '0' ran"):
@@ -383,7 +383,7 @@ def test_state_of_another_expert_at_the_same_step_is_rejected() -> None:
     life = Life.of("step, step, step")
     life.live.load_state_dict(other.state_dict())  # like a follower that leads again
     life.act("step")
-    assert [each.step for each in life.journal.entries()] == [3] == [each.step for each in read_journal(life.lines)]
+    assert [entry.step for entry in life.journal.entries()] == [3] == [entry.step for entry in read_journal(life.lines)]
     other.load_state_dict(other.state_dict())
     assert replay(other, life.journal.entries(), life.store.fetch) == 1
     assert weights(other) == weights(life.live)
@@ -399,25 +399,25 @@ def test_failed_commit_is_not_part_of_the_state_before_it(monkeypatch: pytest.Mo
         life.act("commit")
     life.act("load", "step")
     for entries in (life.journal.entries(), read_journal(life.lines)):
-        assert [each.kind for each in entries] == ["backward"] * 3 and life.is_replayed(entries, 3)
+        assert [entry.kind for entry in entries] == ["backward"] * 3 and life.is_replayed(entries, 3)
 
 
 def test_entries_forget_abandoned_batches_at_once() -> None:
     """The listener is called for batches only."""
     life = Life.of("step, save, step, step, load")
-    assert [each.step for each in life.journal.entries()] == [1]
+    assert [entry.step for entry in life.journal.entries()] == [1]
     assert len(life.store.tensors) == 3
     life.act("step")
-    assert [each.step for each in life.journal.entries()] == [1, 2] and len(life.store.tensors) == 4
+    assert [entry.step for entry in life.journal.entries()] == [1, 2] and len(life.store.tensors) == 4
     kinds = [Entry.from_json(line).kind for line in life.lines]
     assert kinds == ["restored", "backward", "backward", "backward", "restored", "backward"]
 
 
 def test_unknown_state_starts_a_new_lineage() -> None:
     marks = [Entry("restored", step, 0, None, (), 1, batch=step) for step in (2, 9)]
-    lines = [each.to_json() for each in (entry(1), entry(2), entry(3), marks[0], entry(3), marks[1], entry(10))]
-    assert [each.step for each in read_journal(lines[:5])] == [1, 2, 3]
-    assert [each.step for each in read_journal(lines)] == [10]
+    lines = [one.to_json() for one in (entry(1), entry(2), entry(3), marks[0], entry(3), marks[1], entry(10))]
+    assert [entry.step for entry in read_journal(lines[:5])] == [1, 2, 3]
+    assert [entry.step for entry in read_journal(lines)] == [10]
 
 
 def test_replay_detects_missing_and_abandoned_batches() -> None:

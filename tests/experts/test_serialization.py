@@ -61,22 +61,22 @@ def test_every_tensor_keeps_its_bits(subtests: pytest.Subtests) -> None:
             forms = ["plain", "transposed", "strided", "expanded"]
             tensors = [formed(random_tensor(dtype, shape, 9), form) for shape in shapes for form in forms]
             odd = torch.ones(3, dtype=torch.int8)  # an odd number of bytes must not misalign later tensors
-            found = deserialize(serialize([odd, *tensors, odd.clone()]))
-            assert all(map(same_bytes, found[1:-1], tensors))
+            restored = deserialize(serialize([odd, *tensors, odd.clone()]))
+            assert all(map(same_bytes, restored[1:-1], tensors))
 
 
 def test_tied_tensors_are_stored_once_and_tied_again() -> None:
     w = torch.randn(100)
     data = serialize({"a": w, "b": w, "half": w[:50]})
-    found = deserialize(data)
-    assert found["a"] is found["b"] and torch.equal(found["half"], w[:50])
+    restored = deserialize(data)
+    assert restored["a"] is restored["b"] and torch.equal(restored["half"], w[:50])
     assert len(load(bytes(data))) == 2
 
 
 def test_tensors_have_readable_and_distinct_names() -> None:
     assert set(load(bytes(serialize({"state": nn.Linear(2, 3).state_dict()})))) == {"state/weight", "state/bias"}
-    found = deserialize(serialize({0: torch.zeros(1), "0": torch.ones(1), ("0",): {"x": 1}}))
-    assert (found[0].add_(2).item(), found["0"].item()) == (2, 1), "loaded tensors are writable"
+    restored = deserialize(serialize({0: torch.zeros(1), "0": torch.ones(1), ("0",): {"x": 1}}))
+    assert (restored[0].add_(2).item(), restored["0"].item()) == (2, 1), "loaded tensors are writable"
     saved = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
     assert deserialize(serialize(saved))._metadata == saved._metadata  # the versions of modules
 

@@ -191,10 +191,10 @@ def test_eval_of_a_model_reaches_its_experts(
             twin.train(training)
             buffers = {name: buffer.clone() for name, buffer in backend.module.named_buffers()}
             x, own = rows(6, 0).requires_grad_(), rows(6, 0).requires_grad_()
-            y, wanted = model(x), twin(own)
+            y, expected = model(x), twin(own)
             y.square().sum().backward()
-            wanted.square().sum().backward()
-            assert training or (torch.equal(y, wanted) and torch.equal(x.grad, own.grad))
+            expected.square().sum().backward()
+            assert training or (torch.equal(y, expected) and torch.equal(x.grad, own.grad))
             assert training != torch.equal(buffers["norm.running_mean"], backend.module.get_buffer("norm.running_mean"))
         assert backend.module.training and all(module.training for module in backend.module.modules())
 

@@ -51,7 +51,7 @@ def compared(work: Work, options: dict[str, Any], **backend: Any) -> tuple[Exper
     for keep in (False, True):
         with Experts(keep_graphs=BUDGET, **backend) as experts:
             results.append(work(experts, experts.mixture(keep_graph=keep, **options)))
-            results[-1] += [p.detach() for each in experts.backends.values() for p in each.module.parameters()]
+            results[-1] += [p.detach() for expert in experts.backends.values() for p in expert.module.parameters()]
             seen.append((experts, graphs(experts)[1]))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)

@@ -71,11 +71,11 @@ def gradients(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, *, here:
     """Return all gradients of the last backward by name, and clear them."""
     modules = world.here if here else world.servers.modules
     named = {f"{uid}.{n}": p for uid, module in modules.items() for n, p in module.named_parameters()}
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for name, tensor in {"x": x, **dict(mixture.named_parameters()), **named}.items():
-        found[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        by_name[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         tensor.grad = None
-    return found
+    return by_name
 
 
 def assert_same(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()) -> None:
@@ -148,7 +148,7 @@ def test_failed_forward_gets_no_weight_and_no_backward(fault: Fault) -> None:
         assert_same(world, mixture, x, frozenset([bad]))
         assert world.servers.called(Kind.BACKWARD) == [uid for uid in world.servers.called(Kind.FORWARD) if uid != bad]
         assert sum(mixture.statistics().failed.values()) == 1
-        wait_until(lambda: not any(each.waiting for each in world.connections.statistics().values()))
+        wait_until(lambda: not any(transport.waiting for transport in world.connections.statistics().values()))
 
 
 def test_only_non_finite_rows_have_no_weight(world: World) -> None:
@@ -363,12 +363,12 @@ def test_nested_values_of_free_sizes() -> None:
         logits = mixture.proj(x.mean(1))
         scores = torch.stack([logits[:, a] + logits[:, 2 + b] for a, b in GRID], 1)
         outputs = [world.here[uid](x, (index, second), scale=scale) for uid in sorted(world.here)]
-        wanted = torch.autograd.grad(loss(outputs, scores.softmax(1)), [x, second, scale, mixture.proj.weight])
+        expected = torch.autograd.grad(loss(outputs, scores.softmax(1)), [x, second, scale, mixture.proj.weight])
         seen = mixture(x, (index, second), scale=scale)
         assert set(seen) == {"y", "more"} and isinstance(seen["more"], tuple)
         one = torch.ones(6, 1, dtype=torch.float64)
-        found = torch.autograd.grad(loss([seen], one), [x, second, scale, mixture.proj.weight])
-        for a, b in zip(found, wanted, strict=True):
+        gradients = torch.autograd.grad(loss([seen], one), [x, second, scale, mixture.proj.weight])
+        for a, b in zip(gradients, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
         part = torch.autograd.grad(mixture(x, (index, second), scale=scale)["more"][0].sum(), x)[0]
         assert bool((part != 0).any())
@@ -405,7 +405,7 @@ def test_second_backward_needs_a_retained_graph(world: World) -> None:
     nodes = [z.grad_fn]
     while not hasattr(nodes[-1], "function"):
         node = nodes.pop()
-        nodes = [each for each, _ in node.next_functions if each is not None] + nodes
+        nodes = [parent for parent, _ in node.next_functions if parent is not None] + nodes
     function = nodes[-1].function
     z.sum().backward()
     with pytest.raises(BackwardTwiceError):

@@ -22,12 +22,12 @@ def test_routing_chooses_the_best_live_experts(sizes: list[int], k: int, samples
         chosen = choose_experts(scores, places, sizes, k)
     seen = chosen_scores(scores, places, sizes, chosen)
     assert chosen.shape == (samples, min(k, len(living))) and not chosen.requires_grad and seen.requires_grad
-    for row, mine, found in zip(scores.tolist(), chosen.tolist(), seen, strict=True):
+    for row, mine, row_scores in zip(scores.tolist(), chosen.tolist(), seen, strict=True):
         best: list[float] = []
         for place in living:
             total, start = torch.tensor(0.0), 0
             for i, size in zip(place, sizes, strict=True):
                 total, start = total + torch.tensor(row[start + i]), start + size
             best.append(float(total))
-        assert found.tolist() == sorted(best, reverse=True)[: len(mine)] == [best[i] for i in mine]
+        assert row_scores.tolist() == sorted(best, reverse=True)[: len(mine)] == [best[i] for i in mine]
     assert torch.equal(seen, all_scores(scores, places, sizes).gather(1, chosen))

@@ -148,9 +148,9 @@ def test_one_client_cannot_take_all_mini_batches() -> None:
 def test_one_client_cannot_take_all_connections_and_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerOptions, "client_connections", 2)
     with mixed_server() as (server, backend), contextlib.ExitStack() as stack:
-        for token, wanted in [("o-token", True)] * 2 + [("o-token", False), ("t-token", True)]:
+        for token, accepted in [("o-token", True)] * 2 + [("o-token", False), ("t-token", True)]:
             transport = stack.enter_context(GrpcTransport(server.address, token=token))
-            if wanted:
+            if accepted:
                 ask_server(transport, Kind.PING, "me")
             else:
                 with pytest.raises(OverloadError, match="client 'other' has 2 connections, and one client may have"):

@@ -96,7 +96,7 @@ def test_a_stranger_cannot_fill_the_audit_log(caplog: pytest.LogCaptureFixture) 
         audit.refused(Caller("", "1.2.3.4:5"), "x", "INFO", "why")
         assert len(caplog.messages) == 2 and "more, too many to log each" in caplog.messages[0]
     assert audit.counts() == {"INFO": 3001}  # suppressed lines are counted too
-    assert max(len(each.expert) + len(each.why) + len(each.client) for each in audit.last()) < 1000
+    assert max(len(entry.expert) + len(entry.why) + len(entry.client) for entry in audit.last()) < 1000
 
 
 def test_foreign_text_cannot_control_a_terminal(

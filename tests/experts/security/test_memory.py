@@ -38,14 +38,14 @@ CLOSED = [STREAM, INFO, STATUS, STATE, REFLECTION, "/no.such/Method"]
 
 
 def pour(
-    server: Served, paths: list[str], data: bytes, connections: int, each: int, window: int = 65_535, **how: object
+    server: Served, paths: list[str], data: bytes, connections: int, calls: int, window: int = 65_535, **how: object
 ) -> list[RawHttp2]:
-    """Open ``each`` calls per path and connection, and send as much of ``data`` as the server accepts."""
+    """Open ``calls`` calls per path and connection, and send as much of ``data`` as the server accepts."""
     clients: list[RawHttp2] = []
     for _ in range(connections):
         clients.append(client := RawHttp2(server.address, window=window))
         client.socket.settimeout(0.05)
-        for path in paths * each:
+        for path in paths * calls:
             with suppress(h2.exceptions.ProtocolError, OSError):  # closed, or the window is full
                 stream = client.open(path, **how)  # type: ignore[arg-type]
                 client.send(stream, data)
@@ -86,8 +86,8 @@ def test_half_sent_frames_of_clients_stay_within_total_bytes(tmp_path: Path) -> 
     unfinished = framed(bytes(MESSAGE_BYTES - 1), MESSAGE_BYTES)
     with served(tmp_path, f"options = {{ total_bytes = {most} }}") as server, ExitStack() as stack:
         before = server.resident
-        for path, data, each in ((STREAM, parts, 2), (STREAM, unfinished, 8), (INFO, unfinished, 8)):
-            for client in pour(server, [path], data, 2, each, metadata=ADMITTED):
+        for path, data, calls in ((STREAM, parts, 2), (STREAM, unfinished, 8), (INFO, unfinished, 8)):
+            for client in pour(server, [path], data, 2, calls, metadata=ADMITTED):
                 stack.callback(client.close)
         grown = server.resident - before
         assert 10 * MB < grown <= most + of_grpc, f"{grown / MB:.0f} MB"
@@ -187,7 +187,7 @@ def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest
         streams = [stack.enter_context(raw_stream(server.address)) for _ in range(8)]
         for stream in streams[:7]:
             stream.send(FIRST)
-        wait_until(lambda: budget_of(server).held > 8 * MB)  # seven streams; an eighth exceeds three quarters
+        wait_until(lambda: budget_of(server).held > 8 * MB)  # seven streams, as an eighth exceeds three quarters
         streams[7].send(FIRST)
         (answer,) = streams[7].receive()
         assert isinstance(read_fault(answer.header.data), QuotaError)
