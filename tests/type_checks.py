@@ -1,6 +1,4 @@
-"""The library as its users have it: without the run-time checks of types, which see a wrong argument before
-torchweft.
-"""
+"""Context without the run-time type checks of the test suite, to test how torchweft validates arguments itself."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,7 +8,7 @@ import jaxtyping
 
 @contextmanager
 def without_type_checks() -> Generator[None]:
-    """No run-time checks of types inside."""
+    """Disable the run-time type checks."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield

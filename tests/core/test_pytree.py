@@ -1,4 +1,4 @@
-"""Nested values: flatten and unflatten are inverse, paths are readable, differences are found."""
+"""Nested values: flatten and unflatten are inverse, paths are readable, and differences are reported."""
 
 import json
 from collections import OrderedDict, defaultdict, namedtuple
