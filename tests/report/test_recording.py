@@ -1,4 +1,4 @@
-"""A recording saves itself in one line, and a script is recorded without a change to it."""
+"""A recording is saved by one call, and a script is recorded without changes to it."""
 
 import json
 import sys
