@@ -103,7 +103,7 @@ class Recording(NamedTuple):
 
 
 def record(model: nn.Module, schedule: str, checkpoint: str, batch: tuple[Tensor, Tensor]) -> Recording:
-    """Time and bytes are recorded in the same step, so that timeline and memory curve share a time axis."""
+    """Record several steps. Time and bytes are of the same step, so that timeline and memory curve share an axis."""
     pipe = pipe_of(copy.deepcopy(model), schedule, checkpoint)
     alive_anyway = [*pipe.parameters(), *batch]
 

@@ -28,7 +28,7 @@ import torchweft as weft
 SPLIT = ["middle_down", "middle_up", "fine_up"]  # a stage begins at each of them
 DEVICES = ["cpu"] * 4  # or "cuda:0", "cuda:1", ...
 ROWS, CHUNKS = 128, 8
-NOISE = 0.3  # standard deviation; grey values go from 0 to 1
+NOISE = 0.3  # standard deviation, for grey values from 0 to 1
 RATE = 4e-3
 LIMIT = 1e-10  # rounding error of float64, with a margin
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Readability of the project in figures, each with its goal; part of `python3 do.py check`.
+"""Readability of the project in figures, each with its goal. Part of `python3 do.py check`.
 
     python tools/prose.py          the figures; exit code 1 if one is worse than its limit
     python tools/prose.py FILE     also the lines of these files that break a rule of the style

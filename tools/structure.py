@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Size and structure of `src/torchweft`, each figure with its budget; part of `python3 do.py check`.
+"""Size and structure of `src/torchweft`, each figure with its budget. Part of `python3 do.py check`.
 
     python tools/structure.py [-v]
 
     sizes     lines and files of each package
-    names     public classes that share a name; base names of files that recur; modules of core that one package imports
+    names     public classes that share a name, base names of files that recur, modules of core that one package imports
     walks     the code that one warm forward and backward runs: files, functions, lines, calls from file to file
 
 With -v, also the files of each walk with the number of their functions. Exit code 1 if a figure is over its limit. A
@@ -161,7 +161,9 @@ def pipe_walks() -> list[Figure]:
     for executor in ("serial", "threads", "auto"):
         pipe = public("Pipe")(model, chunks=2, balance=[2, 2], devices=["cpu", "cpu"], executor=executor)
         found += walked(f"Pipe, {executor}", lambda pipe=pipe: lambda: pipe(x).sum().backward(), 14, *PIPE)
-    files = found[0].value + 5  # choice of a program, program, state it read, joins of outputs, the class it shows
+    files = (
+        found[0].value + 5
+    )  # the choice of a program, the program, the state that it read, joined outputs, the displayed class
     split = public("Pipe")(Residual(), chunks=2, split=["second"], devices=["cpu", "cpu"], executor="serial")
     calls = found[1].value + 75
     budget = (files, files), (calls, calls)

@@ -1,6 +1,6 @@
 """Small models for the laws. Each is described by plain data, and built twice from it.
 
-    ModelPlan --+--> sequential(...)   layers for a Pipe; those with skips are `weft.skippable`
+    ModelPlan --+--> sequential(...)   layers for a Pipe, with `weft.skippable` around those with skips
                 +--> Plain(...)        the same layers without torchweft, with the skips in a dict
 
 Both use the same `Block` objects or copies of them, so they compute the same function. All values are float64 and rows

@@ -1,4 +1,4 @@
-"""The first law: a Pipe computes what the undivided model computes, output and every gradient, to rounding.
+"""The first law: a Pipe has the outputs and all gradients of the undivided model, to rounding.
 
 The law holds for every model, cut, skip, mini-batch, checkpoint mode, schedule and executor.
 """

@@ -47,7 +47,7 @@ def test_auto_replaces_c_with_a_reason() -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 7, 40])
 def test_choice_of_auto_ignores_the_first_length(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The eager loop is faster for one step, a plan for many. Both are timed over 32 steps whatever the first call."""
+    """The eager loop is faster for one step, a plan for many. Both are timed over 32 steps, not over the first call."""
 
     def seconds(run: Callable[[], Any], parameters: Any, device: Any) -> float:
         steps = float(len(run()[0]))

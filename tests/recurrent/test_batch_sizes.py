@@ -120,7 +120,7 @@ def test_byte_budget_disables_filling_up() -> None:
 
 
 def test_double_backward_of_filled_up_batches() -> None:
-    """The eager loop computes it, on the filled-up rows."""
+    """The eager loop computes the second gradients, on the filled-up rows."""
     cell = Normed().double()
     net = planned(cell, "c")
     for rows in (5, 7, 10):

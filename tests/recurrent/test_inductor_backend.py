@@ -224,8 +224,8 @@ class FakeStream:
 
 
 def test_each_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is current on its own device, because a graph on the stream of another device would be empty. It and the
-    stream of the caller wait for each other, also after an error."""
+    """The stream is current on its own device, because a graph on the stream of another device would be empty. It and
+    the stream of the caller wait for each other, also after an error."""
     devices = [torch.device("cuda", number) for number in range(2)]
     current = {device: FakeStream(device) for device in devices}
     entered: list[FakeStream] = []

@@ -1,4 +1,4 @@
-"""Memory policies: a byte budget selects the fastest one that fits, and the predicted peak is the measured one."""
+"""Memory policies: a byte budget selects the fastest one that fits, and the predicted peak equals the measured one."""
 
 from collections.abc import Callable
 from itertools import pairwise

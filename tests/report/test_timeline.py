@@ -22,7 +22,6 @@ NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
 
 @st.composite
 def events(draw: st.DrawFn) -> ActionEvent:
-    """Any event."""
     action = Action(draw(st.integers(0, 5)), draw(st.sampled_from("FBIW")), draw(st.integers(0, 120)))
     start, duration = draw(TIMES), draw(TIMES)
     kind = draw(st.sampled_from([action.kind, "R"]))

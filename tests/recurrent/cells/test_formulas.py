@@ -1,4 +1,4 @@
-"""Cells follow their formulas, entry by entry, and the LSTM, the GRU and the Elman cell are PyTorch's."""
+"""Cells follow their formulas, entry by entry, and the LSTM, the GRU and the Elman cell equal PyTorch's."""
 
 from collections.abc import Callable
 from functools import partial

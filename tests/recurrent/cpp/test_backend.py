@@ -58,7 +58,7 @@ WIDE: dict[str, tuple[Callable[[], nn.Module], int]] = {
 def test_any_number_of_threads_gives_the_same_bits(
     make: Callable[[], nn.Module], rows: int, set_threads: Callable[[int], None], thread_counts: list[int]
 ) -> None:
-    """One thread without OpenMP gives them too. The work of a chunk, not of a step, decides on threads."""
+    """One thread without OpenMP gives the same bits too. The work of a chunk, not of a step, decides on threads."""
     net = planned(make(), "c", verify="never")
     x = torch.randn(100, rows, 64, requires_grad=True)
     set_threads(1)

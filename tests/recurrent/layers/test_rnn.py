@@ -1,4 +1,4 @@
-"""A drop-in layer has the results of torch's layer for all options, and its interface."""
+"""A drop-in layer has the interface of torch's layer, and its results for all options."""
 
 import copy
 import pickle
