@@ -161,9 +161,7 @@ def pipe_walks() -> list[Figure]:
     for executor in ("serial", "threads", "auto"):
         pipe = public("Pipe")(model, chunks=2, balance=[2, 2], devices=["cpu", "cpu"], executor=executor)
         found += walked(f"Pipe, {executor}", lambda pipe=pipe: lambda: pipe(x).sum().backward(), 14, *PIPE)
-    files = (
-        found[0].value + 5
-    )  # the choice of a program, the program, the state that it read, joined outputs, the displayed class
+    files = found[0].value + 5  # program choice, program, state it read, joined outputs, displayed class
     split = public("Pipe")(Residual(), chunks=2, split=["second"], devices=["cpu", "cpu"], executor="serial")
     calls = found[1].value + 75
     budget = (files, files), (calls, calls)
