@@ -1,7 +1,7 @@
-"""Ratios against peers: every benchmark runs all candidates in turn, in one process, and prints a table.
+"""Benchmarks against peers: each one runs all candidates in turn, in one process, and prints a table of ratios.
 
-One worker is one core here, so that stages gain only by running at the same time. Threads that a peer
-starts take their number of intra-op threads from the environment, which must be set before torch is imported.
+One worker is one core, so that stages gain only by running at the same time. Threads started by a peer read their
+number of intra-op threads from the environment, which must be set before torch is imported.
 """
 
 import os

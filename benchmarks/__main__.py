@@ -1,13 +1,13 @@
 """The command line of the benchmarks.
 
-    python -m benchmarks                     all of them
+    python -m benchmarks                     all
     python -m benchmarks pipeline            those of one capability
     python -m benchmarks pipeline.overhead   one
-    python -m benchmarks --quick ...         small and few: shows that they run, measures nothing
+    python -m benchmarks --quick ...         small sizes: shows that they run, measures nothing
     python -m benchmarks gpu [options]       checks, tests and figures on a GPU; see `benchmarks.gpu.command`
 
-Each prints a table; a figure that misses the required value says "falls short". The exit code is 0 all the same,
-for a shared machine can make any figure fall short.
+Each prints a table. A figure that misses the required value is marked "falls short". The exit code is still 0, because
+other load on the machine can make any figure fall short.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.table import Table, environment
 
 @cache
 def benchmarks() -> dict[str, Callable[[bool], Table]]:
-    """All by name. They are imported here, because those of experts need more packages than `gpu` does."""
+    """All benchmarks by name, imported on demand because those of experts need more packages than `gpu`."""
     return {
         f"{capability}.{name}": benchmark
         for capability in ("pipeline", "recurrent", "experts")
@@ -34,33 +34,33 @@ def benchmarks() -> dict[str, Callable[[bool], Table]]:
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """The benchmarks that go by these names, in order; all without names. Exits when one is unknown."""
-    unknown = [each for each in names if not _named(each)]
+    """Return the benchmarks that these names select, in order, or all without names. Exit if a name is unknown."""
+    unknown = [name for name in names if not _matches(name)]
     if unknown:
-        sys.exit(f"no benchmark is named {', '.join(unknown)}; there are: gpu, {', '.join(benchmarks())}")
-    return list(dict.fromkeys(each for name in names or [""] for each in _named(name)))
+        sys.exit(f"unknown benchmark {', '.join(unknown)}; there are: gpu, {', '.join(benchmarks())}")
+    return list(dict.fromkeys(benchmark for name in names or [""] for benchmark in _matches(name)))
 
 
-def _named(name: str) -> list[str]:
-    return [each for each in benchmarks() if not name or each == name or each.startswith(f"{name}.")]
+def _matches(name: str) -> list[str]:
+    """Benchmarks with this name or of this capability; all for an empty name."""
+    return [key for key in benchmarks() if not name or key == name or key.startswith(f"{name}.")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmarks that the arguments name."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["gpu"]:
         sys.exit(gpu.main(argv[1:]))
-    parser = argparse.ArgumentParser(prog="benchmarks", description="Ratios against peers, as tables.")
+    parser = argparse.ArgumentParser(prog="benchmarks", description="Tables of ratios against peers.")
     parser.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
         help=f"gpu, pipeline, recurrent, experts, or one of {', '.join(benchmarks())}",
     )
-    parser.add_argument("--quick", action="store_true", help="small and few; shows that they run")
+    parser.add_argument("--quick", action="store_true", help="small sizes; shows that they run, measures nothing")
     options = parser.parse_args(argv)
     names = chosen(options.names)
-    # One worker is one core, so that a stage gains only by running at the same time as others.
+    # One worker is one core, so that stages gain only by running at the same time.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

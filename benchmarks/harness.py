@@ -1,10 +1,10 @@
 """Races: candidates that do the same work, run in turn, round by round.
 
     round    1          2          3
-    runs     A  B  C    B  C  A    C  A  B    ...      each a sample: some calls, of which the median counts
+    runs     A  B  C    B  C  A    C  A  B    ...      each run is a sample: the median of several calls
 
-A machine's speed drifts; what runs side by side drifts together. So ratios are taken within a round, and the
-median over the rounds is reported. A round during which other processes worked is run again (see `load`).
+The speed of a machine drifts, but it is nearly the same for all candidates of one round. Ratios are therefore taken
+within a round, and their median over the rounds is reported. Rounds disturbed by other processes are repeated.
 """
 
 import math
@@ -20,29 +20,29 @@ import torch
 from benchmarks.load import LoadMeter
 
 Work = Callable[[], object]
-FOREIGN = 0.1  # cores that others may keep busy during a round
-PATIENCE = 3  # times as many rounds as asked for are run, at most
+FOREIGN = 0.1  # cores that other processes can use in an undisturbed round
+PATIENCE = 3  # limit of all rounds, as a multiple of the requested rounds
 
 
 @dataclass
 class Race:
-    """The seconds per call of every candidate, one number per round."""
+    """Seconds per call of every candidate, one number per round."""
 
     seconds: dict[str, list[float]]
     rejected: int = 0
     foreign: list[float] = field(default_factory=list[float])
-    """Per round that counts, the cores that other processes kept busy."""
+    """Cores that other processes kept busy, for each round that counts."""
 
     def median(self, name: str) -> float:
-        """Seconds per call, in the middle of all rounds."""
+        """Median seconds per call over the rounds."""
         return median(self.seconds[name])
 
     def ratio(self, of: str, to: str) -> float:
-        """Seconds of one candidate over those of another, in the middle of all rounds."""
+        """Median over the rounds of the seconds of `of` divided by those of `to`."""
         return median(a / b for a, b in zip(self.seconds[of], self.seconds[to], strict=True))
 
     def difference(self, of: str, to: str) -> float:
-        """Seconds of one candidate less those of another, in the middle of all rounds."""
+        """Median over the rounds of the seconds of `of` minus those of `to`."""
         return median(a - b for a, b in zip(self.seconds[of], self.seconds[to], strict=True))
 
     def spread(self, name: str) -> str:
@@ -52,7 +52,7 @@ class Race:
         return f"{low:+.0%} {high:+.0%}"
 
     def note(self) -> str:
-        """Notes for the reader about the circumstances."""
+        """Number of rounds, and whether other processes disturbed them."""
         worst = max(self.foreign, default=0.0)
         text = f"{len(self.foreign)} rounds, {self.rejected} rejected"
         return text + (f"; DISTURBED: other processes used up to {worst:.2f} cores" if worst > FOREIGN else "")
@@ -60,7 +60,7 @@ class Race:
 
 @contextmanager
 def intra_op_threads(count: int) -> Generator[None, None, None]:
-    """Let PyTorch divide its operators over `count` threads within the block."""
+    """Set PyTorch's number of intra-op threads to `count` within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -72,8 +72,8 @@ def intra_op_threads(count: int) -> Generator[None, None, None]:
 def race(candidates: Mapping[str, Work], *, rounds: int, sample: float = 0.1, helpers: Iterable[int] = ()) -> Race:
     """Run the candidates in turn, each for about `sample` seconds per round.
 
-    Rounds that were disturbed are repeated while patience lasts; after that the least disturbed ones of them
-    count as well, and `Race.note` says so. `helpers` are processes of our own that work for a candidate.
+    Disturbed rounds are repeated, up to `PATIENCE` times as many rounds as requested. If too few are undisturbed, the
+    least disturbed ones count too, and `Race.note` says so. `helpers` are processes that work for a candidate.
     """
     calls = {name: _calls(work, sample) for name, work in candidates.items()}
     return in_turns(candidates, lambda name: _sample(candidates[name], calls[name]), rounds=rounds, helpers=helpers)
@@ -87,32 +87,32 @@ def in_turns(
     helpers: Iterable[int] = (),
     patience: float | None = None,
 ) -> Race:
-    """So many undisturbed rounds of one `sample` of each name, in seconds; the order turns from round to round.
+    """Take undisturbed rounds with one `sample` of each name, in seconds. The order rotates from round to round.
 
-    Disturbed rounds are run again: up to `PATIENCE` times as many as asked for, or until `patience` seconds have
-    passed. Then the least disturbed count.
+    Disturbed rounds are repeated until there are `PATIENCE` times as many rounds as requested, or until `patience`
+    seconds have passed. Then the least disturbed rounds count.
     """
     meter, order = LoadMeter(helpers), list(names)
-    taken: list[tuple[float, dict[str, float]]] = []
+    all_rounds: list[tuple[float, dict[str, float]]] = []
     end = math.inf if patience is None else time.perf_counter() + patience
     most = rounds * PATIENCE if patience is None else math.inf
-    while sum(foreign <= FOREIGN for foreign, _ in taken) < rounds:
-        if len(taken) >= most or (len(taken) >= rounds and time.perf_counter() > end):
+    while sum(foreign <= FOREIGN for foreign, _ in all_rounds) < rounds:
+        if len(all_rounds) >= most or (len(all_rounds) >= rounds and time.perf_counter() > end):
             break
-        first = len(taken) % len(order)
+        first = len(all_rounds) % len(order)
         meter.start()
         times = {name: sample(name) for name in order[first:] + order[:first]}
-        taken.append((meter.foreign(), times))
-    best = sorted(taken, key=lambda one: one[0])[:rounds]
+        all_rounds.append((meter.foreign(), times))
+    best = sorted(all_rounds, key=lambda entry: entry[0])[:rounds]
     return Race(
         {name: [times[name] for _, times in best] for name in order},
-        rejected=len(taken) - len(best),
+        rejected=len(all_rounds) - len(best),
         foreign=[foreign for foreign, _ in best],
     )
 
 
 def _calls(work: Work, sample: float) -> int:
-    """Warm up, and find how many calls make a sample."""
+    """Warm up, and estimate how many calls take `sample` seconds."""
     work()
     start = time.perf_counter()
     work()
@@ -120,7 +120,6 @@ def _calls(work: Work, sample: float) -> int:
 
 
 def _sample(work: Work, calls: int) -> float:
-    """The median seconds of so many calls."""
     seconds: list[float] = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -130,5 +129,5 @@ def _sample(work: Work, calls: int) -> float:
 
 
 def progress(text: str) -> None:
-    """Report the current measurement on stderr; stdout belongs to the tables."""
+    """Report the current measurement on stderr; stdout has only the tables."""
     print(f"  ... {text}", file=sys.stderr, flush=True)

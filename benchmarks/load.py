@@ -1,9 +1,9 @@
-"""Whether the machine did something else while a sample was taken.
+"""Load of other processes during a sample.
 
     busy time of all cores (/proc/stat)  -  CPU time of this process and its children  =  foreign CPU time
 
-A sample during which the others used more than a tenth of a core says more about them than about us. Where
-/proc/stat is missing, nothing is ever rejected.
+A sample is unreliable if other processes used more than a tenth of a core. Without /proc/stat the foreign load is 0, so
+that no sample is rejected.
 """
 
 import os
@@ -13,25 +13,24 @@ from pathlib import Path
 
 STAT = Path("/proc/stat")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_IDLE = (3, 4)  # idle and waiting for input or output
-_OWN = slice(11, 13)  # user and system time, counted from the field behind the program's name
+_IDLE = (3, 4)  # idle and iowait
+_OWN = slice(11, 13)  # user and system time, counted from the field after the program's name
 
 
 class LoadMeter:
-    """Measures the work of other processes between `start` and `foreign`. `helpers` are our own processes."""
+    """Measures the load of other processes since `start`. The processes `helpers` do not count as others."""
 
     def __init__(self, helpers: Iterable[int] = ()) -> None:
         self._helpers = list(helpers)
         self._marks = (0.0, 0.0, 0.0)
 
     def start(self) -> None:
-        """Begin a sample."""
         self._marks = self._now()
 
     def foreign(self) -> float:
         """Cores that other processes kept busy since `start`: 0.1 is a tenth of one core.
 
-        The kernel counts in ticks (10 ms, usually), so samples should last a good deal longer than one.
+        The kernel counts in ticks (usually 10 ms), so a sample must be much longer than one tick.
         """
         wall, busy, own = (now - mark for now, mark in zip(self._now(), self._marks, strict=True))
         return max(0.0, busy - own) / wall if wall > 0 else 0.0
@@ -49,6 +48,6 @@ def _busy_seconds() -> float:
 
 
 def _seconds_of(process: int) -> float:
-    # The name of the program stands in brackets and may hold spaces; the fields follow it.
+    # The program's name is in brackets and can contain spaces, so split the fields after the last bracket.
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[_OWN])) / _TICKS

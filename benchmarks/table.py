@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 Row = dict[str, str]
-"""Column name -> text. Rows of one table may lack columns."""
+"""Text by column name. A row can lack columns of its table."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Table:
         return "\n".join([self.title, "", *(f"  {line}".rstrip() for line in body), *self.notes, ""])
 
 
-def at_least(value: float, wanted: float) -> Row:
-    """The columns that judge a figure which should be large."""
-    return {"wanted": f">= {wanted:g}", "verdict": "holds" if value >= wanted else "falls short"}
+def at_least(value: float, required: float) -> Row:
+    """Columns with a lower limit and whether `value` reaches it."""
+    return {"required": f">= {required:g}", "verdict": "holds" if value >= required else "falls short"}
 
 
-def at_most(value: float, wanted: float) -> Row:
-    """The columns that judge a figure which should be small."""
-    return {"wanted": f"<= {wanted:g}", "verdict": "holds" if value <= wanted else "falls short"}
+def at_most(value: float, required: float) -> Row:
+    """Columns with an upper limit and whether `value` stays within it."""
+    return {"required": f"<= {required:g}", "verdict": "holds" if value <= required else "falls short"}
 
 
 def environment() -> str:
-    """The machine of the figures, and its other load."""
+    """Versions, machine and load, for the line above all tables."""
     one, five, _ = os.getloadavg()
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "

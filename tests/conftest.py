@@ -1,11 +1,11 @@
 """The environment of all tests.
 
-    run-time shape checks   every function of torchweft checks the types of its arguments and results
+    run-time type checks    every function of torchweft checks the types of its arguments and results
     one intra-op thread     so that results are bit-equal in every thread
     hypothesis profiles     "ci" if CI is set, else "torchweft"; fewer examples without --all
     cuda marker             skipped, by name, without a GPU
     long marker             omitted without --all, unless the file or the test is named
-    grids                   likewise without --all: only enough points that each pair of values occurs
+    grids                   likewise without --all: at most four points of the parameters of a test
     compiled cells          not optimized in a quick run, unless a test uses the fixture `optimized_cells`
     Ctrl-C                  works as in a shell, even if the tests were started in the background, which ignores it
     threads                 a test that leaves a thread of torchweft alive fails
@@ -16,7 +16,6 @@ The import hook must be installed before any import of torchweft, hence at the t
 
 import gc
 import os
-import random
 import signal
 import sys
 import threading
@@ -26,16 +25,27 @@ from itertools import combinations
 
 import pytest
 import torch
-from beartype._check.code import codemain
+from beartype import BeartypeConf
+from beartype.claw import beartype_package
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
+
+from tests.type_checks import TypeCheckWarning
 
 if any(name == "torchweft" or name.startswith("torchweft.") for name in sys.modules):
     raise pytest.UsageError("torchweft was imported before tests/conftest.py, so its run-time checks would be off")
-# The checks examine one random item of a list. They get their own generator, because hypothesis forbids draws from
-# `random` within a strategy, and a pipe that is collected there ends its threads through checked functions.
-codemain.getrandbits = random.Random(0).getrandbits
-install_import_hook("torchweft", "beartype.beartype")
+# The checks examine the first item of a list and not a random one, because hypothesis forbids draws from `random`
+# within a strategy, and a pipe that is collected there ends its threads through checked functions. Two modules are left
+# out: a checked operator loses its methods, and uvicorn calls an application without arguments to see whether it is a
+# factory, which a checked coroutine function seems to be.
+beartype_package(
+    "torchweft",
+    conf=BeartypeConf(
+        is_random=False,
+        claw_is_pep526=False,
+        claw_skip_package_names=("torchweft.recurrent.custom_op", "torchweft.experts.status_page.http"),
+        violation_type=TypeCheckWarning,
+    ),
+)
 
 # `weft.experts` sets this on import, but a test can import gRPC before.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -54,6 +64,7 @@ settings.register_profile("torchweft", deadline=None, max_examples=25, suppress_
 settings.register_profile("ci", settings.get_profile("torchweft"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "torchweft")
 
+POINTS = 4  # of the parameters of each test in a quick run
 GRACE = 5.0  # seconds that the threads of a test can take to end
 _failed = pytest.StashKey[bool]()
 
@@ -82,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect slow tests, unless requested by ``--all`` or by name. Skip tests for a GPU without one, with a reason
     that names the test, because -rs folds equal reasons."""
     if is_quick(config):
-        quick = set(pairwise(item for item in items if not item.get_closest_marker("long")))
+        quick = set(sample_grids(item for item in items if not item.get_closest_marker("long")))
         config.hook.pytest_deselected(items=[item for item in items if item not in quick])
         items[:] = [item for item in items if item in quick]
     if torch.cuda.is_available():
@@ -93,10 +104,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=why))
 
 
-def pairwise(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Few points of every grid of parameters, in which each pair of values occurs; all tests with fewer parameters.
+def sample_grids(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """At most `POINTS` points of the parameters of each test; all tests without parameters.
 
-    Chooses greedily the point with the most new pairs.
+    Each point adds as many pairs of values as it can that did not occur yet. Points that add equally many, such as all
+    of a single parameter, are spread evenly over the list.
     """
     grids: dict[object, dict[pytest.Item, set[object]]] = {}
     for item in items:
@@ -106,15 +118,17 @@ def pairwise(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
                 (name, value if isinstance(value, plain) else point.indices[name])
                 for name, value in point.params.items()
             ]
-            pairs = set(combinations(values, 2)) or {tuple(values)}
-            grids.setdefault((item.parent, getattr(item, "originalname", "")), {})[item] = pairs
+            grids.setdefault((item.parent, getattr(item, "originalname", "")), {})[item] = set(combinations(values, 2))
         else:
             yield item
     for grid in grids.values():
-        missing = set().union(*grid.values())
-        while missing:
-            best = max(grid, key=lambda item: len(grid[item] & missing))
-            missing -= grid[best]
+        points = list(grid)
+        seen: set[object] = set()
+        for number in range(min(POINTS, len(points))):
+            begin = number * len(points) // POINTS
+            left = [item for item in points[begin:] + points[:begin] if item in grid]
+            best = max(left, key=lambda item: len(grid[item] - seen))  # the first of equals
+            seen |= grid.pop(best)
             yield best
 
 

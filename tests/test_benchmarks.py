@@ -300,8 +300,8 @@ def test_peer_that_cannot_be_installed_is_omitted(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("value", "small", "large"), [(1.0, "holds", "falls short"), (3.0, "falls short", "holds")])
 def test_figure_is_judged_by_its_target(value: float, small: str, large: str) -> None:
-    assert at_most(value, 2.0) == {"wanted": "<= 2", "verdict": small}
-    assert at_least(value, 2.0) == {"wanted": ">= 2", "verdict": large}
+    assert at_most(value, 2.0) == {"required": "<= 2", "verdict": small}
+    assert at_least(value, 2.0) == {"required": ">= 2", "verdict": large}
 
 
 def test_table_aligns_columns_that_some_rows_lack() -> None:

@@ -1,8 +1,8 @@
 """Benchmarks of experts on a server, by name.
 
-helper.py    processes of our own, asked by words     peer.py      hivemind, in a venv of its own
-rounds.py    calls per second, by turns               local.py     the same work without a server
-processes/   programs of those processes: by path, because the peer's Python does not know this package
+helper.py    helper processes, asked over pipes       peer.py      hivemind, in a separate venv
+rounds.py    calls per second, in turns               local.py     the same work without a server
+processes/   programs of the helpers, run by path because the peer's Python cannot import this package
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The same work without a server: the cost of an expert in the process of its caller, all rows in one batch.
+"""The same work without a server: an expert in the caller's process, with all rows in one batch.
 
 forward               module(x)
 forward + backward    module(x), gradients of the weights and of x, one step of the fused Adam
@@ -13,7 +13,7 @@ from benchmarks.experts.rounds import Lap
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
-    """The same optimizer as the server's experts."""
+    """The optimizer of the server's experts."""
     return torch.optim.Adam(module.parameters(), lr=1e-3, fused=True)
 
 

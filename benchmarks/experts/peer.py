@@ -1,9 +1,9 @@
-"""The peer: hivemind, as its authors publish it, in a venv of its own, for its dependencies are not ours.
+"""The peer: hivemind as published, in a separate venv because its dependencies differ.
 
-    .venv-hivemind there and whole? ── no ──> make it, as hivemind.txt says ── fails ──> the table tells why
-                   └── yes ──> its server and a client, each in a process, asked by the same words as torchweft's
+    .venv-hivemind complete? ── no ──> install hivemind.txt ── fails ──> the table gives the reason
+                   └── yes ──> its server and client, each in a process with the same protocol as torchweft's
 
-A failure here affects the peer alone.
+If the peer fails, the benchmark continues without it.
 """
 
 import hashlib
@@ -22,29 +22,29 @@ _PATIENCE = 1800.0  # seconds; torch is large
 
 
 class NoPeer(RuntimeError):
-    """It cannot be measured here; says why."""
+    """The peer cannot be installed or started. The message has the reason."""
 
 
 def python() -> str:
-    """The peer's Python, installed if need be. Raises ``NoPeer``."""
-    found, stamp = VENV / "bin" / "python", VENV / "installed.stamp"
-    mark = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()
-    if not (stamp.exists() and stamp.read_text() == mark):
+    """Path of the peer's Python, which is installed if necessary. Raises ``NoPeer``."""
+    executable, stamp = VENV / "bin" / "python", VENV / "installed.stamp"
+    digest = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()
+    if not (stamp.exists() and stamp.read_text() == digest):
         progress(f"installing {NAME} into {VENV}; the first time this takes minutes")
         _run([sys.executable, "-m", "venv", "--clear", str(VENV)])
-        _run([str(found), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)])
-        _run([str(found), "-c", "import hivemind"])
-        stamp.write_text(mark)
-    return str(found)
+        _run([str(executable), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)])
+        _run([str(executable), "-c", "import hivemind"])
+        stamp.write_text(digest)
+    return str(executable)
 
 
 def start(stack: ExitStack, uid: str, width: int) -> tuple[Helper, Helper]:
-    """Its server and a client that has found the expert. Raises ``NoPeer``."""
-    there = python()
+    """Start its server, and a client that has found the expert. Raises ``NoPeer``."""
+    executable = python()
     try:
-        given = {"uid": uid, "width": width}
-        server = stack.enter_context(Helper("hivemind_server", given, python=there))
-        client = stack.enter_context(Helper("hivemind_client", given, python=there))
+        options = {"uid": uid, "width": width}
+        server = stack.enter_context(Helper("hivemind_server", options, python=executable))
+        client = stack.enter_context(Helper("hivemind_client", options, python=executable))
         client.hear()
         client.ask({"address": server.hear()["address"]})
     except HelperLost as fault:
@@ -52,11 +52,11 @@ def start(stack: ExitStack, uid: str, width: int) -> tuple[Helper, Helper]:
     return server, client
 
 
-def _run(words: list[str]) -> None:
+def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired) as fault:
         raise NoPeer(f"cannot be installed: {fault}") from None
     if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "no words").splitlines()[-1]
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise NoPeer(f"cannot be installed: {last}")

@@ -1,6 +1,6 @@
-"""Time of one expert to restore its idempotency keys from a state. CPU seconds of the thread that does it.
+"""Time in which one expert restores its idempotency keys from a state, as CPU seconds of its thread.
 
-keys of a few clients, by turns ── state_dict ── load_state_dict into an empty table, several times
+keys of a few clients, in turn ── state_dict ── load_state_dict into an empty table, several times
 """
 
 import statistics
@@ -14,11 +14,11 @@ from torchweft.experts.idempotency import IdempotencyOptions, IdempotencyTable
 from torchweft.experts.task import Task
 
 CLIENTS = 4
-WANTED_MS = 100.0
+REQUIRED_MS = 100.0
 
 
 def run(quick: bool) -> Table:
-    """Milliseconds for one table."""
+    """Milliseconds to restore one table."""
     keys, times = (1000, 3) if quick else (100_000, 15)
     options = IdempotencyOptions(max_client_keys=keys)
     progress(f"{keys} keys of {CLIENTS} clients")
@@ -28,14 +28,14 @@ def run(quick: bool) -> Table:
         table.begin("backward", task)
         table.record("backward", task, [], 0)
         table.abandon("backward", task)
-    state, taken = table.state_dict(), list[float]()
+    state, costs = table.state_dict(), list[float]()
     for _ in range(times):
         restored = IdempotencyTable(options)
-        start = time.thread_time()  # not the time in which other processes have the CPU
+        start = time.thread_time()  # CPU time, so that other processes do not count
         restored.load_state_dict(state)
-        taken.append(1e3 * (time.thread_time() - start))
+        costs.append(1e3 * (time.thread_time() - start))
     if not torch.equal(restored.state_dict()["keys"], state["keys"]):
         raise RuntimeError("the restored keys are not those that were saved")
-    found = statistics.median(taken)
-    row: Row = {"keys": str(keys), "ms": f"{found:.1f}", "fastest": f"{min(taken):.1f}", **at_most(found, WANTED_MS)}
-    return Table("How long an expert takes to restore its idempotency keys", [row])
+    cost = statistics.median(costs)
+    row: Row = {"keys": str(keys), "ms": f"{cost:.1f}", "fastest": f"{min(costs):.1f}", **at_most(cost, REQUIRED_MS)}
+    return Table("time in which an expert restores its idempotency keys", [row])

@@ -1,7 +1,7 @@
-"""Candidates that are measured by how often they are called in some seconds, in turns.
+"""Races between candidates with several callers, measured by the number of calls in some seconds.
 
-As `harness.race`, whose results, turns and rejection of disturbed rounds these are; but many callers at once are not
-timed call by call: each sample says how long a lap took, one call of each caller, on average.
+Concurrent callers cannot be timed call by call, as `harness.race` does. Each sample is therefore the mean duration of
+a lap, which is one call of every caller. Turns, results and disturbed rounds are as in `harness`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from benchmarks.harness import Race, in_turns
 
 Lap = Callable[[float], float]
-"""Works for so many seconds, and returns the seconds of a lap."""
+"""Function that runs for some seconds and returns the mean seconds of a lap."""
 
 
 def laps(candidates: Mapping[str, Lap], seconds: float, rounds: int, helpers: Iterable[int] = ()) -> Race:
-    """So many undisturbed rounds, each with a sample of each candidate. ``helpers`` work for a candidate."""
+    """Take undisturbed rounds with a sample of each candidate. ``helpers`` are processes that work for one."""
     return in_turns(candidates, lambda name: candidates[name](seconds), rounds=rounds, helpers=helpers)

@@ -1,6 +1,6 @@
-"""Time to find the best experts of a large grid, for a batch. All of it is local.
+"""Time to choose the best experts of a large grid for a batch, without any call to a server.
 
-router's scores ── of every living expert ── the best k ── rows sorted by expert: ready to be sent
+router's scores ── of every live expert ── the best k ── rows sorted by expert, ready to be sent
 """
 
 import torch
@@ -13,41 +13,41 @@ from torchweft.experts.mixture import RemoteMixtureOfExperts
 from torchweft.experts.mixture.routing import Dispatch, choose_experts
 
 WIDTH, K = 512, 4
-WANTED_MS = 3.0
+REQUIRED_MS = 3.0
 
 
 def run(quick: bool) -> Table:
-    """Milliseconds for one batch, and how many connections were made."""
+    """Milliseconds for one batch, and the number of connections."""
     sides, batch = ((4, 4), 16) if quick else ((32, 32), 256)
     opened: list[str] = []
 
-    def refuse(address: str) -> Transport:
+    def forbid(address: str) -> Transport:
         opened.append(address)
-        raise RuntimeError("routing asked a server")
+        raise RuntimeError("routing opened a connection")
 
     directory = LocalDirectory()
     names = [f"ffn.{row}.{column}" for row in range(sides[0]) for column in range(sides[1])]
     directory.declare(names, "127.0.0.1:1", 3600.0)
     progress(f"{batch} samples over {len(names)} experts")
-    with Connections(directory, open_transport=refuse) as connections:
+    with Connections(directory, open_transport=forbid) as connections:
         mixture = RemoteMixtureOfExperts(
             in_features=WIDTH, grid_size=sides, uid_prefix="ffn", connections=connections, k_best=K
         )
         x = torch.randn(batch, WIDTH)
 
         def work() -> Dispatch:
-            crowd = mixture._client.live_experts()
+            live = mixture._client.live_experts()
             scores = mixture._router_scores(x)
-            return Dispatch(choose_experts(scores, crowd.places, sides, K))
+            return Dispatch(choose_experts(scores, live.places, sides, K))
 
-        found = race({"routing": work}, rounds=1 if quick else 9, sample=0.0 if quick else 0.5)
-        living = len(mixture._client.live_experts())
+        result = race({"routing": work}, rounds=1 if quick else 9, sample=0.0 if quick else 0.5)
+        live_count = len(mixture._client.live_experts())
     directory.close()
-    if living != len(names):
-        raise RuntimeError(f"the mixture knows {living} of {len(names)} experts")
-    seen = found.median("routing") * 1e3
+    if live_count != len(names):
+        raise RuntimeError(f"the mixture knows {live_count} of {len(names)} experts")
+    cost = result.median("routing") * 1e3
     rows: list[Row] = [
-        {"figure": "ms", "seen": f"{seen:.2f}", **at_most(seen, WANTED_MS), "rounds": found.note()},
-        {"figure": "connections made", "seen": f"{len(opened)}", **at_most(len(opened), 0)},
+        {"figure": "ms", "measured": f"{cost:.2f}", **at_most(cost, REQUIRED_MS), "rounds": result.note()},
+        {"figure": "connections made", "measured": f"{len(opened)}", **at_most(len(opened), 0)},
     ]
     return Table(f"routing {batch} samples over {len(names)} experts, k = {K}, one thread", rows)

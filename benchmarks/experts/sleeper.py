@@ -1,6 +1,6 @@
-"""A process that only sleeps: it oversleeps by the delay of the machine, without torchweft.
+"""A process that only sleeps. Its delay is that of the machine, without torchweft.
 
-sleeps 5 ms ── wakes ── how late? ── sleeps 5 ms ── ...        the latest of all is told at the end
+sleep 5 ms ── measure the delay ── sleep 5 ms ── ...        the largest delay is reported at the end
 """
 
 import subprocess
@@ -22,7 +22,7 @@ _DEADLINE = 10.0
 
 
 class Sleeper:
-    """Sleeps in the ``with`` block. ``latest``: seconds by which it woke too late at most, known after the block."""
+    """Sleeps during the ``with`` block. ``latest`` is the largest delay in seconds, set after the block."""
 
     latest = 0.0
 

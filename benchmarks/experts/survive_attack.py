@@ -1,8 +1,8 @@
-"""Honest trainers during attacks of a stranger and a neighbour; see processes/survive_attack.py for what these do.
+"""Honest trainers during attacks with and without a token, which processes/survive_attack.py makes.
 
-stranger    no token: large health checks and questions, wrong tokens, silent connections
-neighbour   a token: half-sent frames, discards of what is not open
-trainers    one step per key, every tenth sent twice ──> as many steps as keys, and a p99 at most doubled
+without a token   large health checks and requests, wrong tokens, silent connections
+with a token      half-sent frames, discards of mini-batches that are not open
+trainers          one step per key, every tenth sent twice ──> as many steps as keys, and at most twice the p99
 """
 
 import sys
@@ -30,8 +30,8 @@ from torchweft.experts.server import Access, Grant, Role, Server
 TRAINERS = 2
 
 
-def attacked(steps: int) -> Verdict:
-    """So many steps of each trainer alone, and as many under attack."""
+def attacks(steps: int) -> Verdict:
+    """Each trainer takes `steps` steps without attacks, and as many under attack."""
     names = [f"trainer-{index}" for index in range(TRAINERS)]
     access = Access([Grant(role=Role.TRAIN)], {f"token of {name}": name for name in [*names, "rival"]})
     backend = awkward()
@@ -40,37 +40,37 @@ def attacked(steps: int) -> Verdict:
         trainers = [stack.enter_context(GrpcTransport(server.address, token=f"token of {name}")) for name in names]
         _train(trainers, "warm", steps // 4 + 1)
         alone, failed = _train(trainers, "alone", steps)
-        given = {"address": server.address, "token": "token of rival", "uid": UID}
-        attack = stack.enter_context(Helper("survive_attack", given, python=sys.executable))
+        options = {"address": server.address, "token": "token of rival", "uid": UID}
+        attack = stack.enter_context(Helper("survive_attack", options, python=sys.executable))
         attack.hear()
         before = backend.steps
-        beside, lost = _train(trainers, "beside", steps)
-        made = attack.ask({})
+        attacked, lost = _train(trainers, "attacked", steps)
+        counts = attack.ask({})
         stepped = backend.steps - before
-    p99, wanted = quantile(beside) * 1e3, 2 * quantile(alone) * 1e3
+    p99, limit = quantile(attacked) * 1e3, 2 * quantile(alone) * 1e3
     keys = TRAINERS * steps
     return Verdict(
-        "a stranger's and a neighbour's attacks beside honest trainers",
-        f"{keys} steps, {sum(made.values())} attacks",
-        f"as many steps as keys, p99 <= {wanted:.2f} ms, twice that alone",
+        "attacks with and without a token during training",
+        f"{keys} steps, {sum(counts.values())} attacks",
+        f"as many steps as keys, p99 <= {limit:.2f} ms, twice that without attacks",
         f"{stepped} steps, {len(failed) + len(lost)} calls failed; p99 {p99:.2f} ms",
-        stepped == keys and not failed and not lost and p99 <= wanted,
+        stepped == keys and not failed and not lost and p99 <= limit,
     )
 
 
 def _train(trainers: list[GrpcTransport], name: str, steps: int) -> tuple[list[float], list[BaseException]]:
-    """Seconds of each call, and the failures."""
-    took: list[float] = []
+    """Train in a thread per transport. Return the seconds of each call, and the failures."""
+    seconds: list[float] = []
     failed: list[BaseException] = []
 
     def train(index: int, transport: GrpcTransport) -> None:
-        x, gradient = rows(index, MOST_ROWS), torch.ones(MOST_ROWS, WIDTH)  # a batch of its own, and so a step
+        x, gradient = rows(index, MOST_ROWS), torch.ones(MOST_ROWS, WIDTH)  # a full batch: one step per call
         for step in range(steps):
             call = backward(x, gradient, f"{name}-{index}-{step}")
             for _ in range(2 if step % 10 == 0 else 1):
                 start = time.perf_counter()
                 error = transport.submit(call, PATIENCE).exception(PATIENCE)
-                took.append(time.perf_counter() - start)
+                seconds.append(time.perf_counter() - start)
                 if error is not None:
                     failed.append(error)
 
@@ -79,4 +79,4 @@ def _train(trainers: list[GrpcTransport], name: str, steps: int) -> tuple[list[f
         thread.start()
     for thread in threads:
         thread.join()
-    return took, failed
+    return seconds, failed

@@ -1,6 +1,7 @@
-"""Shared by all of `survive`: a verdict, an expert with awkward habits, and a client that sends any bytes.
+"""Shared code of `survive`: a verdict, an expert that can raise, and a client that sends raw bytes.
 
-The expert raises where a sample, or a gradient, begins with `TROUBLE`: a fault of one client inside the user's module.
+The expert raises if an input or a gradient contains `TROUBLE`. This simulates an error in the user's module that the
+data of one client causes.
 """
 
 import queue
@@ -30,21 +31,21 @@ UID = "awkward"
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the table: the fault, how often, the requirement, and the result."""
+    """One row of the table: the fault, its count, the requirement and the result."""
 
-    what: str
+    fault: str
     times: str
-    wanted: str
-    seen: str
+    required: str
+    measured: str
     holds: bool
 
     def row(self) -> Row:
-        """The cells of the table."""
+        """Cells of the table."""
         return {
-            "what": self.what,
-            "how often": self.times,
-            "wanted": self.wanted,
-            "seen": self.seen,
+            "fault": self.fault,
+            "times": self.times,
+            "required": self.required,
+            "measured": self.measured,
             "verdict": "holds" if self.holds else "falls short",
         }
 
@@ -62,14 +63,14 @@ class _RaisesInBackward(torch.autograd.Function):
 
 
 class Awkward(nn.Module):
-    """Three layers; when backward raises at the side, the last one has its gradient already."""
+    """Three layers. When the backward of `side` raises, `last` already has its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.side, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """rows x WIDTH to the same."""
+        """Map rows x WIDTH to rows x WIDTH."""
         if bool((x == TROUBLE).any()):
             raise ArithmeticError("in forward")
         hidden = self.first(x).tanh()
@@ -89,42 +90,42 @@ def awkward(**options: Any) -> ExpertBackend:
 
 
 def rows(seed: int, count: int = ROWS) -> Tensor:
-    """Normal numbers, count x WIDTH."""
+    """Random numbers, count x WIDTH."""
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def forward(x: Tensor, uid: str = UID, number: int = 1) -> Call:
-    """A call."""
+    """A forward call."""
     return Call(Header(kind=Kind.FORWARD, call_id=number, uid=uid), [x])
 
 
 def backward(x: Tensor, gradient: Tensor, key: str = "") -> Call:
-    """A call that steps."""
+    """A backward call, which takes an optimizer step."""
     return Call(Header(kind=Kind.BACKWARD, call_id=1, uid=UID, client="me", key=key), [x, gradient])
 
 
 def message(*calls: Call) -> bytes:
-    """One frame."""
+    """Encode calls as one frame."""
     return encode(calls)
 
 
 class Raw:
-    """One stream of raw bytes. A context manager that cancels an unfinished call."""
+    """Stream of raw bytes. The context manager cancels it if it is not finished."""
 
     def __init__(self, channel: Any) -> None:
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._call = channel.stream_stream(STREAM)(iter(self._queue.get, None), timeout=PATIENCE)
 
     def opened(self) -> None:
-        """Wait until the server has taken the stream."""
+        """Wait until the server has accepted the stream."""
         self._call.initial_metadata()
 
     def send(self, frame: bytes) -> None:
-        """Never waits."""
+        """Queue a frame without waiting."""
         self._queue.put(frame)
 
     def receive(self) -> list[Received]:
-        """The answers of the next frame."""
+        """Answers of the next frame."""
         return decode(next(self._call))
 
     def __enter__(self) -> Self:
@@ -137,60 +138,60 @@ class Raw:
 
 @contextmanager
 def connected(address: str) -> Generator[Any]:
-    """A channel of its own."""
+    """Channel that shares no connection with other channels."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
     with cast("Any", grpc).insecure_channel(address, options) as channel:
         yield channel
 
 
 @dataclass
-class Beside:
-    """Answers to a good client: so often the same bits, and so often something else or none."""
+class Answers:
+    """Numbers of bit-equal answers to a valid client, and of lost or different ones."""
 
     same: int = 0
     other: int = 0
 
     @property
     def holds(self) -> bool:
-        """It was answered, and never otherwise."""
+        """Whether there were answers, all of them bit-equal."""
         return self.same > 0 == self.other
 
     def __str__(self) -> str:
-        return f"{self.same} good answers, {self.other} lost or changed"
+        return f"{self.same} correct answers, {self.other} lost or changed"
 
 
 @contextmanager
-def goes_on(transport: GrpcTransport) -> Generator[Beside]:
-    """A good client makes the same call again and again in a thread of its own, until the block ends."""
-    call, stop, seen = forward(rows(1)), threading.Event(), Beside()
-    (wanted,) = transport.submit(call, PATIENCE).result(PATIENCE).tensors()
+def repeated_calls(transport: GrpcTransport) -> Generator[Answers]:
+    """Repeat a valid call in a thread during the block, and compare its answers."""
+    call, stop, answers = forward(rows(1)), threading.Event(), Answers()
+    (expected,) = transport.submit(call, PATIENCE).result(PATIENCE).tensors()
 
-    def go_on() -> None:
+    def repeat() -> None:
         while not stop.is_set():
             answer = transport.submit(call, PATIENCE)
-            if answer.exception(PATIENCE) is None and torch.equal(answer.result().tensors()[0], wanted):
-                seen.same += 1
+            if answer.exception(PATIENCE) is None and torch.equal(answer.result().tensors()[0], expected):
+                answers.same += 1
             else:
-                seen.other += 1
+                answers.other += 1
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=repeat)
     thread.start()
     try:
-        yield seen
+        yield answers
     finally:
         stop.set()
         thread.join()
 
 
-def quantile(seconds: list[float], part: float = 0.99) -> float:
-    """The value that so much of all is not above."""
-    return sorted(seconds)[min(len(seconds) - 1, int(part * len(seconds)))]
+def quantile(seconds: list[float], fraction: float = 0.99) -> float:
+    """Quantile of `seconds`, the 99th percentile by default."""
+    return sorted(seconds)[min(len(seconds) - 1, int(fraction * len(seconds)))]
 
 
-def until(true: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-    """Wait for it; whether it came to that."""
+def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    """Wait until `condition` holds. Return False on timeout."""
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         if time.monotonic() > end:
             return False
         time.sleep(0.005)

@@ -1,9 +1,9 @@
-"""Crashes: a server process that is killed at random moments, and a disk that stops at every one of its moments.
+"""Crashes: a server process killed at random moments, and a disk that stops at each of its operations.
 
-trainers ── keys ──> server ── checkpoints ──> disk        SIGKILL ── what is on the disk? ── a new server ...
+trainers ── keys ──> server ── checkpoints ──> disk        SIGKILL ── compare the disk with answers ── new server ...
 
-promised   the largest step that an answer called durable: it is on the disk, whatever happens
-once       no key has two steps, before and after; a key whose step was on the disk keeps it
+promised   the largest step that an answer reported as durable must be on the disk
+once       no key has two steps, and a key whose step was on the disk keeps it after a restart
 """
 
 import os
@@ -32,17 +32,17 @@ from torchweft.experts.wire.service import StepReceipt
 
 KEYS = 1 << 17
 _LONGEST = 0.1
-_CONNECTED = 5.0  # seconds until the first answer of a new server is waited for no longer
+_CONNECTED = 5.0  # longest wait in seconds for the first answer of a new server
 
 
-class _Newest(WrappedTransport):
-    """The transport to the server of now: a client may wait a while before it connects again, a new one not."""
+class _RenewableTransport(WrappedTransport):
+    """Transport that can be replaced after a restart, because an old one delays its next connection."""
 
     def __init__(self, address: str) -> None:
         super().__init__(GrpcTransport(address))
 
     def renew(self) -> None:
-        """Connect again. Waiting calls are lost, and sent again under their keys."""
+        """Reconnect. Pending calls are lost, and their callers repeat them with the same keys."""
         old, self.inner = self.inner, GrpcTransport(self.address)
         old.close()
 
@@ -50,84 +50,84 @@ class _Newest(WrappedTransport):
         """See `Transport.submit`."""
         try:
             return self.inner.submit(call, timeout)
-        except UsageError as error:  # closed just now
+        except UsageError as error:  # closed by a concurrent renew()
             raise UnreachableError(str(error)) from None
 
 
 class Killing:
-    """The helper that starts servers, the trainers, and the findings after every kill. A context manager."""
+    """Helper that starts servers, and the counts of violations that were found after each kill."""
 
     def __init__(self, stack: ExitStack, python: str) -> None:
         self._folder = stack.enter_context(tempfile.TemporaryDirectory())
-        given = {"root": str(ROOT), "folder": self._folder, "keys": KEYS}
-        self._keeper = stack.enter_context(Helper("survive_keeper", given, python=python))
+        options = {"root": str(ROOT), "folder": self._folder, "keys": KEYS}
+        self._keeper = stack.enter_context(Helper("survive_keeper", options, python=python))
         self.kills = self.lost = self.repeated = self.forgotten = self.durable = 0
         self._safe: set[int] = set()
         self._draw = random.Random(11)
-        self._looked = 0
+        self._checked = 0
 
     def run(self, most: int, seconds: float) -> Verdict:
-        """Kill until it was done so often, or so many seconds have passed."""
+        """Kill servers, `most` times or until `seconds` have passed."""
         self._keeper.hear()
         address, end = "127.0.0.1:0", time.monotonic() + seconds
         trainers: Trainers | None = None
-        transport: _Newest | None = None
+        transport: _RenewableTransport | None = None
         with ExitStack() as stack:
             while self.kills < most and time.monotonic() < end:
-                found = self._keeper.ask({"start": address})
-                address = found["address"]
+                started = self._keeper.ask({"start": address})
+                address = started["address"]
                 if trainers is None or transport is None:
-                    transport = _Newest(address)
+                    transport = _RenewableTransport(address)
                     stack.callback(transport.close)
                     trainers = Trainers(transport, threads=2, most=KEYS)
                 else:
                     transport.renew()
-                told = len(trainers.heard)
-                until(lambda trainers=trainers, told=told: len(trainers.heard) > told, _CONNECTED)
+                before = len(trainers.heard)
+                until(lambda trainers=trainers, before=before: len(trainers.heard) > before, _CONNECTED)
                 time.sleep(self._draw.random() * _LONGEST)
-                os.kill(found["pid"], signal.SIGKILL)
-                self._keeper.ask({"reap": found["pid"]})
+                os.kill(started["pid"], signal.SIGKILL)
+                self._keeper.ask({"reap": started["pid"]})
                 self.kills += 1
-                self._look(trainers)
-            found = self._keeper.ask({"start": address})  # so that what is under way comes to its end
+                self._check(trainers)
+            started = self._keeper.ask({"start": address})  # lets pending calls finish
             if trainers is not None:
                 trainers.stop()
-            os.kill(found["pid"], signal.SIGKILL)
-            self._keeper.ask({"reap": found["pid"]})
+            os.kill(started["pid"], signal.SIGKILL)
+            self._keeper.ask({"reap": started["pid"]})
         assert trainers is not None
-        self._look(trainers)
+        self._check(trainers)
         good = not (self.lost or self.repeated or self.forgotten or trainers.faults)
         return Verdict(
-            "SIGKILL of a server at random moments, and its restart",
+            "SIGKILL of a server at random moments, then a restart",
             f"{self.kills}",
-            "nothing durable lost, no key twice",
-            f"{len(trainers.heard)} keys answered, {self.durable} steps durable; {self.lost} times behind what "
-            f"was promised, {self.forgotten} safe keys gone, {self.repeated} keys twice, "
+            "no durable step lost, no key twice",
+            f"{len(trainers.heard)} keys answered, {self.durable} steps durable; {self.lost} promised steps "
+            f"lost, {self.forgotten} durable keys lost, {self.repeated} keys twice, "
             f"{len(trainers.faults)} calls failed",
             good and bool(trainers.heard) and self.durable > 0,
         )
 
-    def _look(self, trainers: Trainers) -> None:
-        """Compare the disk with the answers to the trainers."""
-        found = FolderCheckpointStore(self._folder).load_newest(UID)
+    def _check(self, trainers: Trainers) -> None:
+        """Compare the newest checkpoint with the answers that trainers received."""
+        checkpoint = FolderCheckpointStore(self._folder).load_newest(UID)
         heard = list(trainers.heard)
-        promised = max((each.receipt.durable or 0 for each in heard), default=0)
-        step = -1 if found is None else found.step
+        promised = max((applied.receipt.durable or 0 for applied in heard), default=0)
+        step = -1 if checkpoint is None else checkpoint.step
         self.lost += step < promised
-        if found is None:
+        if checkpoint is None:
             return
-        weight: Tensor = found.state["module"]["weight"]
-        count = counted(weight, found.step)
+        weight: Tensor = checkpoint.state["module"]["weight"]
+        count = counted(weight, checkpoint.step)
         self.repeated += count.repeated + (count.unexplained != 0)
-        news = heard[self._looked :]
-        self._looked = len(heard)
-        self._safe |= {each.number for each in news if self._kept(each.receipt, each.step, news[-1].receipt, step)}
+        new = heard[self._checked :]
+        self._checked = len(heard)
+        self._safe |= {key.number for key in new if self._durable_in(key.receipt, key.step, new[-1].receipt, step)}
         self.forgotten += sum(bool(weight[number] != -1) for number in self._safe)
         self.durable = step
 
     @staticmethod
-    def _kept(receipt: StepReceipt, at: int, last: StepReceipt, step: int) -> bool:
-        """Whether an answer is of the server that was just killed, and its step on the disk."""
+    def _durable_in(receipt: StepReceipt, at: int, last: StepReceipt, step: int) -> bool:
+        """Whether an answer came from the killed server, and the checkpoint includes its step."""
         return receipt.incarnation == last.incarnation and at <= step
 
 
@@ -148,16 +148,16 @@ def disk_crashes(seeds: int) -> Verdict:
                 )
                 runs += 1
     return Verdict(
-        "a crash at every write, fsync, rename of a checkpoint",
+        "a crash at every write, fsync and rename of a checkpoint",
         f"{runs}",
-        "the old checkpoint or the new one, whole",
-        f"{bad} times another",
+        "the old checkpoint or the new one, complete",
+        f"{bad} other states",
         not bad,
     )
 
 
 def _save(disk: CrashingDisk, keep: int) -> int:
-    """Save four steps, as far as it goes; the last that was promised."""
+    """Save four steps until the disk crashes. Return the last step whose save() returned."""
     promised = 0
     try:
         store = FolderCheckpointStore(Path("/data"), keep=keep, disk=disk)
@@ -171,9 +171,10 @@ def _save(disk: CrashingDisk, keep: int) -> int:
 
 
 def _step_of(store: FolderCheckpointStore) -> int:
-    """The step in all parts of the newest checkpoint; 0 without one; -1 if they differ."""
-    found = store.load_newest(UID)
-    if found is None:
+    """Step of the newest checkpoint: 0 without one, -1 if its parts have different steps."""
+    checkpoint = store.load_newest(UID)
+    if checkpoint is None:
         return 0
-    told = {found.step, found.state["steps"], found.extra["keys"][0], *found.state["w"].long().tolist()}
-    return found.step if len(told) == 1 else -1
+    state = checkpoint.state
+    steps = {checkpoint.step, state["steps"], checkpoint.extra["keys"][0], *state["w"].long().tolist()}
+    return checkpoint.step if len(steps) == 1 else -1

@@ -1,20 +1,19 @@
-"""The digits, learned through a network whose messages are late by a second in the mean, and one call in ten is lost.
+"""Training on digits over a network with a mean delay of one second per message, which loses one call in ten.
 
-    trainers ── proxy ──> server: 2 of the 4 experts     32 threads that wait most of the time; each has connections
-             ── proxy ──> server: the 2 others           of its own, so that none is late because another is
+    trainers ── proxy ──> server: 2 of the 4 experts     32 threads that wait most of the time. Each has its own
+             ── proxy ──> server: the 2 others           connections, so that a delay of one does not affect another
 
-As Ryabinin and Gusev tried hivemind's mixture ("Towards Crowdsourced Training ... ", 2020, section 4.2). Each message,
-in either direction, is late by a time drawn from an exponential distribution.
+The setting is that of hivemind's mixture in Ryabinin and Gusev ("Towards Crowdsourced Training ... ", 2020, section
+4.2). The delay of each message, in either direction, has an exponential distribution.
 
-A *loss*: TCP loses nothing, it only delivers later, or never again. So one call in ten loses its request or its
-answer, as in `FaultyProxy`: that message vanishes, and all that its connection carries in the next seconds, in
-both directions, without notice. Then the connection ends, and the client has to find its way back over the slow
-network, which takes it two round trips. Messages that carry no tensors (pings, credit) are late but not lost: their
-number is not that of calls. How many were lost is counted, and said in the table.
+TCP does not lose single messages. One call in ten therefore loses its request or answer as in `FaultyProxy`. The proxy
+drops that message, and all later messages of its connection in both directions for some seconds. Then the connection
+ends, and the client reconnects over the slow network, which takes two round trips. Messages without tensors (pings,
+credit) are delayed but not lost, because they are not calls. The table has the share of lost calls.
 
-The images are cut in folds, and each is held out from one model: so the accuracy is one of all 1797 images, in the mean
-of all trainers. It is compared with the mean of several trainings without faults, by as many trainers in as many steps;
-the table also has their spread. There are few steps, because each takes some 9 s, so that training is not finished.
+Each fold of the images is held out from one model, so that the accuracy covers all 1797 images, as a mean over the
+trainers. It is compared with the mean of several trainings without faults, with equally many trainers and steps. A step
+takes about 9 s, so there are few steps and training does not converge.
 """
 
 from collections.abc import Sequence
@@ -29,56 +28,57 @@ from benchmarks.experts.survive_model import Labelled, load_labelled
 from benchmarks.harness import progress
 
 LATE = 0.1
-"""Seconds that a call may end after its deadline."""
-APART = 0.5
-"""Points of accuracy that a network may cost."""
+"""Allowed seconds from the deadline of a call to its end."""
+MAX_LOSS = 0.5
+"""Allowed loss of accuracy over the network, in percentage points."""
 QUICK = Setting(folds=1, trainers=4, steps=6, mean=0.02, timeout=1.0, after=0.1)
 
 
-def learned(quick: bool) -> list[Verdict]:
-    """Two lines: how well, and how punctual."""
+def training(quick: bool) -> list[Verdict]:
+    """Check the accuracy, and the deadlines of calls."""
     setting, times = (QUICK, 1) if quick else (Setting(), 2)
     data = folds(setting.folds)
-    progress("the digits, without faults")
-    good = [trained(setting, data, bad=False, seed=seed) for seed in range(times)]
-    progress("the digits, over a bad network")
+    progress("training on digits, without faults")
+    reference = [trained(setting, data, bad=False, seed=seed) for seed in range(times)]
+    progress("training on digits, over a lossy network")
     with Sleeper() as sleeper:
         bad = trained(setting, data, bad=True, seed=times)
-    what = f"the digits over a network that is {setting.mean:g} s late and loses one call in ten"
-    return [_well(what, setting, good, bad, quick), _punctual(setting, bad, sleeper.latest)]
+    fault = f"training over a network with a delay of {setting.mean:g} s that loses one call in ten"
+    return [_accuracy_verdict(fault, setting, reference, bad, quick), _deadline_verdict(setting, bad, sleeper.latest)]
 
 
-def folds(many: int) -> list[Labelled]:
-    """All images, of which each is held out in one of so many; of a single one, a quarter is."""
-    whole = load_labelled(0)
-    images, digits = torch.cat([whole.images, whole.held_out]), torch.cat([whole.digits, whole.held_out_digits])
-    fold = torch.arange(len(images)) % max(many, 4)
-    return [Labelled(images[fold != n], digits[fold != n], images[fold == n], digits[fold == n]) for n in range(many)]
+def folds(count: int) -> list[Labelled]:
+    """Split all images into folds. Each image is held out once, or a quarter of them with a single fold."""
+    bundled = load_labelled(0)
+    images, digits = torch.cat([bundled.images, bundled.held_out]), torch.cat([bundled.digits, bundled.held_out_digits])
+    fold = torch.arange(len(images)) % max(count, 4)
+    return [Labelled(images[fold != n], digits[fold != n], images[fold == n], digits[fold == n]) for n in range(count)]
 
 
-def _well(what: str, setting: Setting, good: Sequence[Trained], bad: Trained, quick: bool) -> Verdict:
-    without = [each.accuracy for each in good]
-    apart = bad.accuracy - fmean(without)
+def _accuracy_verdict(fault: str, setting: Setting, reference: Sequence[Trained], bad: Trained, quick: bool) -> Verdict:
+    accuracies = [result.accuracy for result in reference]
+    difference = bad.accuracy - fmean(accuracies)
     return Verdict(
-        what,
-        f"{setting.folds} models, by {setting.trainers} trainers each, all at once, in {setting.steps} steps",
-        f"accuracy at most {APART:g} points below that without faults",
-        f"{bad.accuracy:.2f}%, without faults {fmean(without):.2f}% ({min(without):.2f} to {max(without):.2f}): "
-        f"{apart:+.2f} points; {bad.lost / max(1, bad.asked):.1%} of the calls lost, {bad.seconds:.0f} s",
-        not bad.strange and (quick or apart >= -APART),
+        fault,
+        f"{setting.folds} models with {setting.trainers} trainers each, all at once, {setting.steps} steps",
+        f"accuracy at most {MAX_LOSS:g} points below that without faults",
+        f"{bad.accuracy:.2f}%, without faults {fmean(accuracies):.2f}% ({min(accuracies):.2f} to "
+        f"{max(accuracies):.2f}): {difference:+.2f} points; "
+        f"{bad.lost / max(1, bad.asked):.1%} of the calls lost, {bad.seconds:.0f} s",
+        not bad.strange and (quick or difference >= -MAX_LOSS),
     )
 
 
-def _punctual(setting: Setting, bad: Trained, overslept: float) -> Verdict:
+def _deadline_verdict(setting: Setting, bad: Trained, overslept: float) -> Verdict:
     calls = bad.calls
-    kind, latest = max(calls.latest.items(), key=lambda each: each[1])
-    many = ", ".join(f"{count} {kind}" for kind, count in sorted(calls.kinds.items()))
+    kind, latest = max(calls.latest.items(), key=lambda item: item[1])
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(calls.kinds.items()))
     failed = ", ".join(f"{count} {name}" for name, count in calls.failed.most_common())
-    raised = "; ".join(repr(each) for each in bad.strange[:3])
+    raised = "; ".join(repr(error) for error in bad.strange[:3])
     return Verdict(
-        "its calls: directions of a mixture, and single experts beside",
-        many,
-        f"none ends {LATE * 1e3:g} ms after its deadline of {setting.timeout:g} s; each key steps once",
+        "its calls: forwards and backwards of the mixture, and calls of single experts",
+        counts,
+        f"at most {LATE * 1e3:g} ms after the deadline of {setting.timeout:g} s; each key steps once",
         f"the latest ({kind}) {latest * 1e3:+.0f} ms, a process that only sleeps "
         f"{overslept * 1e3:+.0f} ms; {bad.keys} keys in {bad.journalled} batches, {bad.steps} steps, "
         f"{bad.twice} keys twice; calls that failed: {failed or 'none'}" + f"; raised: {raised}" * bool(raised),

@@ -1,10 +1,10 @@
-"""A directory that is away for a minute, while clients call: an etcd that is stopped, or killed and started again.
+"""Directory that is unavailable for a minute while clients call: an etcd that is stopped, or killed and restarted.
 
-    clients ── calls ──> two servers ── leases ──x  etcd (away)       calls go on by the last snapshot
-                         own, follow                etcd (back)       listed again, owned again
+    clients ── calls ──> two servers ── leases ──x  etcd (unavailable)    calls use the last snapshot
+                         own, follow                etcd (available)      experts are listed and owned again
 
-Steps of an expert with replicas wait while its owner's lease has lapsed, for another might own it by then; all other
-calls are answered as if nothing were.
+Steps of an expert with replicas wait while its owner's lease has lapsed, because another server could own it. All other
+calls are answered as usual.
 """
 
 import signal
@@ -29,12 +29,12 @@ from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.server import Server, ServerOptions
 
 SHARED = "shared"
-_AGAIN = 30.0
-"""Seconds in which all is to be as before."""
+_LIMIT = 30.0
+"""Seconds within which the initial state must be restored."""
 _CALL = 30.0
 
 
-def _stopped(member: Member, seconds: float) -> None:
+def _stop(member: Member, seconds: float) -> None:
     member.process.send_signal(signal.SIGSTOP)
     try:
         time.sleep(seconds)
@@ -42,18 +42,18 @@ def _stopped(member: Member, seconds: float) -> None:
         member.process.send_signal(signal.SIGCONT)
 
 
-def _killed(member: Member, seconds: float) -> None:
+def _kill_and_restart(member: Member, seconds: float) -> None:
     member.kill()
     time.sleep(seconds)
     member.start()
 
 
-WAYS: dict[str, Callable[[Member, float], None]] = {"stopped": _stopped, "killed and started again": _killed}
+OUTAGES: dict[str, Callable[[Member, float], None]] = {"stopped": _stop, "killed and restarted": _kill_and_restart}
 
 
 def away(seconds: float) -> list[Verdict]:
-    """A verdict for each way; none without etcd."""
-    return [] if WHERE is None else [_away(how, seconds) for how in WAYS]
+    """One verdict for each kind of outage. Empty without etcd."""
+    return [] if WHERE is None else [_away(how, seconds) for how in OUTAGES]
 
 
 @dataclass
@@ -67,7 +67,7 @@ class _Caller:
     faults: list[BaseException] = field(default_factory=list[BaseException])
 
     def run(self, stop: threading.Event) -> None:
-        """Until then."""
+        """Call until `stop` is set."""
         x = rows(1)
         while not stop.wait(0.02):
             start = time.monotonic()
@@ -93,33 +93,33 @@ def _away(how: str, seconds: float) -> Verdict:
         remote = partial(RemoteExpert, where=connections)
         plain = [_Caller(remote(f"plain.{name}", timeout=_CALL), True) for name in ("a", "b")]
         plain.append(_Caller(remote(SHARED, timeout=_CALL), False))
-        waits = _Caller(remote(SHARED, timeout=seconds + 2 * _AGAIN), True)
-        callers = [*plain, waits]
+        with_replicas = _Caller(remote(SHARED, timeout=seconds + 2 * _LIMIT), True)
+        callers = [*plain, with_replicas]
         listed = directory.get()
         owner = listed.owner(SHARED)
         with _calling(callers):
-            until(lambda: all(each.done > 3 for each in callers))
-            before = [each.done for each in plain]
-            WAYS[how](member, seconds)
-            went_on = all(each.done > count for each, count in zip(plain, before, strict=True))
-            start, done = time.monotonic(), [each.done for each in callers]
-            back = until(lambda: _as_before(directory, servers, listed.experts), _AGAIN)
-            back = back and until(lambda: all(e.done > c for e, c in zip(callers, done, strict=True)), _AGAIN)
+            until(lambda: all(caller.done > 3 for caller in callers))
+            before = [caller.done for caller in plain]
+            OUTAGES[how](member, seconds)
+            continued = all(caller.done > count for caller, count in zip(plain, before, strict=True))
+            start, done = time.monotonic(), [caller.done for caller in callers]
+            restored = until(lambda: _is_restored(directory, servers, listed.experts), _LIMIT)
+            restored = restored and until(lambda: all(c.done > n for c, n in zip(callers, done, strict=True)), _LIMIT)
             took = time.monotonic() - start
-            time.sleep(2.0)  # what fails late is to be seen
-        faults = [error for each in callers for error in each.faults]
-        now = directory.get().owner(SHARED) if back else None
-        kept = now is not None and waits.remote.describe().steps == waits.done
+            time.sleep(2.0)  # so that late failures are counted
+        faults = [error for caller in callers for error in caller.faults]
+        now = directory.get().owner(SHARED) if restored else None
+        kept = now is not None and with_replicas.remote.describe().steps == with_replicas.done
     same = owner is not None and now is not None and now.address == owner.address
-    longest = max(each.longest for each in plain)
+    longest = max(caller.longest for caller in plain)
     return Verdict(
         f"an etcd that is {how}",
         f"{seconds:g} s",
-        "no failed call, no step lost; then listed and owned as before",
-        f"{sum(each.done for each in callers)} calls, {len(faults)} failed{_first(faults)}; the longest {longest:.1f} "
-        f"s, of a step with replicas {waits.longest:.1f} s; {'no' if kept else 'a'} step lost; "
-        + (f"as before after {took:.1f} s, {'the same owner' if same else 'another owner'}" * back or "not as before"),
-        back and went_on and kept and not faults,
+        "no failed call, no lost step; then listed and owned as before",
+        f"{sum(caller.done for caller in callers)} calls, {len(faults)} failed{_first_fault(faults)}; the longest "
+        f"{longest:.1f} s, of a step with replicas {with_replicas.longest:.1f} s; {'no' if kept else 'a'} step lost; "
+        + (f"restored after {took:.1f} s, {'the same' if same else 'another'} owner" * restored or "not restored"),
+        restored and continued and kept and not faults,
     )
 
 
@@ -139,7 +139,7 @@ def _server(stack: ExitStack, name: str, endpoint: str) -> Server:
 @contextmanager
 def _calling(callers: list[_Caller]) -> Generator[None]:
     stop = threading.Event()
-    threads = [threading.Thread(target=each.run, args=(stop,)) for each in callers]
+    threads = [threading.Thread(target=caller.run, args=(stop,)) for caller in callers]
     for thread in threads:
         thread.start()
     try:
@@ -150,7 +150,7 @@ def _calling(callers: list[_Caller]) -> Generator[None]:
             thread.join()
 
 
-def _as_before(directory: EtcdDirectory, servers: list[Server], listed: object) -> bool:
+def _is_restored(directory: EtcdDirectory, servers: list[Server], listed: object) -> bool:
     try:
         now = directory.get()
     except ConnectionError:
@@ -165,5 +165,5 @@ def _as_before(directory: EtcdDirectory, servers: list[Server], listed: object) 
     )
 
 
-def _first(faults: list[BaseException]) -> str:
+def _first_fault(faults: list[BaseException]) -> str:
     return f" ({faults[0]!r} first)" if faults else ""

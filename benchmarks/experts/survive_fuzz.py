@@ -1,12 +1,13 @@
-"""Bytes broken at random, for every decoder: each ends with a decoded message or a WireError, and nothing else.
+"""Randomly corrupted bytes for every decoder. Each must return a message or raise WireError.
 
-    bits, bytes   turned over, set, cut out, put in, repeated         mostly in the head, where the format is
+    bits, bytes   flipped, set, removed, inserted, repeated           mostly in the header
     lengths       eight, four or two bytes set to an extreme          0, 1, 2**31, 2**63, 2**64 - 1
-    truncated     cut off anywhere
-    spliced       the beginning of one message, the end of another    their lengths no longer agree
-    swapped       two stretches of one message change places          calls, descriptors, tensors out of order
+    truncated     cut at a random position
+    spliced       the start of one message, the end of another        their lengths do not match
+    swapped       two ranges of one message are exchanged             calls, descriptors, tensors out of order
 
-Of every second frame only the header is changed, and its length fits, so that what is broken lies deeper.
+In every second frame only the header is changed and its length is corrected, so that the corruption passes the outer
+checks.
 """
 
 import resource
@@ -31,33 +32,33 @@ from torchweft.experts.wire import Call, Header, Kind, decode, read_fault, write
 from torchweft.experts.wire.service import StepReceipt, describe, read_description, read_receipt
 
 SEED = 7
-WANTED_MB = 64.0
+REQUIRED_MB = 64.0
 _HEAD = 160
 _FRAME = load_messages("torchweft.experts.wire", "experts", "Frame.header")["Frame"]
 _EXTREMES = (0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 _WIDTHS = ((8, "<Q"), (8, "<Q"), (4, "<I"), (2, "<H"))
 
 
-def fuzzed(times: int, seed: int = SEED) -> Verdict:
-    """So many messages broken, four of five of them frames; in this process, which their numbers alone may fill."""
+def corrupted_messages(times: int, seed: int = SEED) -> Verdict:
+    """Decode `times` corrupted messages in this process. Four of five are frames."""
     draw, tally = Random(seed), _Tally()
     frames = [message(*calls) for calls in _frames()]
     others = _others()
     before = _peak()
     for turn in range(times):
         if turn % 5:
-            broken = (_deeply_broken if turn & 1 else _broken)(draw.choice(frames), draw.choice(frames), draw)
-            tally.count(_decoded, bytes(broken))
+            corrupted = (_corrupt_header if turn & 1 else _corrupt)(draw.choice(frames), draw.choice(frames), draw)
+            tally.count(_decode_frame, bytes(corrupted))
         else:
             read, samples = draw.choice(others)
-            tally.count(read, bytes(_broken(draw.choice(samples), draw.choice(samples), draw)))
-    grown = (_peak() - before) / 1024
+            tally.count(read, bytes(_corrupt(draw.choice(samples), draw.choice(samples), draw)))
+    growth = (_peak() - before) / 1024
     return Verdict(
-        "bytes broken at random, for every decoder",
+        "randomly corrupted bytes, for every decoder",
         f"{times}",
-        f"taken, or a WireError; at most {WANTED_MB:g} MB more",
-        f"{tally}; {grown:+.1f} MB, the longest {tally.longest * 1e3:.1f} ms; seed {seed}",
-        not tally.strange and grown <= WANTED_MB,
+        f"decoded, or a WireError; at most {REQUIRED_MB:g} MB more",
+        f"{tally}; {growth:+.1f} MB, the longest {tally.longest * 1e3:.1f} ms; seed {seed}",
+        not tally.strange and growth <= REQUIRED_MB,
     )
 
 
@@ -65,36 +66,36 @@ def fuzzed(times: int, seed: int = SEED) -> Verdict:
 class _Tally:
     """Outcomes of the decoders."""
 
-    taken: int = 0
-    refused: Counter[str] = field(default_factory=Counter[str])
+    decoded: int = 0
+    rejected: Counter[str] = field(default_factory=Counter[str])
     strange: Counter[str] = field(default_factory=Counter[str])
     longest: float = 0.0
 
-    def count(self, read: Callable[[bytes], object], broken: bytes) -> None:
-        """Try one."""
+    def count(self, read: Callable[[bytes], object], corrupted: bytes) -> None:
+        """Decode one message and count the outcome."""
         start = time.perf_counter()
         try:
-            read(broken)
-            self.taken += 1
+            read(corrupted)
+            self.decoded += 1
         except WireError as error:
-            self.refused[error.reason] += 1
+            self.rejected[error.reason] += 1
         except BaseException as error:
             self.strange[f"{type(error).__name__}: {error}"] += 1
         self.longest = max(self.longest, time.perf_counter() - start)
 
     def __str__(self) -> str:
-        strange = "".join(f", {count} {what}" for what, count in self.strange.most_common(3))
-        told = f"{self.taken} taken, {self.refused.total()} wire errors for {len(self.refused)} reasons, "
-        return told + f"{self.strange.total()} others" + strange
+        strange = "".join(f", {count} {error}" for error, count in self.strange.most_common(3))
+        text = f"{self.decoded} decoded, {self.rejected.total()} wire errors for {len(self.rejected)} reasons, "
+        return text + f"{self.strange.total()} others" + strange
 
 
-def _decoded(frame: bytes) -> None:
-    for one in decode(frame):
-        one.tensors()
+def _decode_frame(frame: bytes) -> None:
+    for received in decode(frame):
+        received.tensors()
 
 
 def _peak() -> int:
-    """The most memory that this process ever had, in KiB."""
+    """Peak resident memory of this process, in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -110,82 +111,81 @@ def _frames() -> list[list[Call]]:
 
 
 def _others() -> list[tuple[Callable[[bytes], object], list[bytes]]]:
-    """The other decoders, each with messages that it takes."""
+    """All other decoders, each with valid messages."""
     args = (TensorSpec((None, WIDTH), torch.float32),)
     described = describe(ExpertBackend(UID, nn.Linear(WIDTH, WIDTH), args_schema=args).get_info(), None, 1)
     faults = [WireError("broken", reason="length"), GradientError("NaN in it"), ValueError("whatever")]
     mark = StateVersion(1, 2, 3)
     return [
         (read_receipt, [StepReceipt(1, 2, 3).to_bytes(), StepReceipt(None, 1 << 60).to_bytes()]),
-        (read_fault, [write_fault(each) for each in faults]),
+        (read_fault, [write_fault(error) for error in faults]),
         (read_description, [described]),
         (read_request, [PullRequest(mark, 1, 2, 3).to_bytes()]),
-        (read_response, [PullResponse(news, mark, 100).to_bytes() for news in UpdateKind]),
+        (read_response, [PullResponse(kind, mark, 100).to_bytes() for kind in UpdateKind]),
     ]
 
 
-def _broken(one: bytes, other: bytes, draw: Random) -> bytearray:
-    """One message, changed in one to four ways."""
-    made = bytearray(one)
+def _corrupt(one: bytes, other: bytes, draw: Random) -> bytearray:
+    """Copy of a message with one to four random changes."""
+    data = bytearray(one)
     for _ in range(draw.randint(1, 4)):
-        if made:
-            draw.choice(_WAYS)(made, other, draw)
-    return made
+        if data:
+            draw.choice(_CHANGES)(data, other, draw)
+    return data
 
 
-def _deeply_broken(one: bytes, other: bytes, draw: Random) -> bytearray:
-    """One frame, whose header is changed in one to four ways, and as long as the frame says."""
+def _corrupt_header(one: bytes, other: bytes, draw: Random) -> bytearray:
+    """Copy of a frame with one to four random changes of its header, whose length is corrected."""
     frame, rest = _FRAME.FromString(one), _FRAME.FromString(other)
-    frame.header = bytes(_broken(frame.header, rest.header, draw))
+    frame.header = bytes(_corrupt(frame.header, rest.header, draw))
     return bytearray(frame.SerializeToString())
 
 
-def _at(made: bytearray, draw: Random) -> int:
-    """A place, mostly near the beginning."""
-    return int(draw.random() * (min(len(made), _HEAD) if draw.random() < 0.8 else len(made)))
+def _position(data: bytearray, draw: Random) -> int:
+    """Random position, mostly near the start."""
+    return int(draw.random() * (min(len(data), _HEAD) if draw.random() < 0.8 else len(data)))
 
 
-def _flip(made: bytearray, _: bytes, draw: Random) -> None:
-    made[_at(made, draw)] ^= 1 << draw.getrandbits(3)
+def _flip(data: bytearray, _: bytes, draw: Random) -> None:
+    data[_position(data, draw)] ^= 1 << draw.getrandbits(3)
 
 
-def _set(made: bytearray, _: bytes, draw: Random) -> None:
-    made[_at(made, draw)] = draw.getrandbits(8)
+def _set(data: bytearray, _: bytes, draw: Random) -> None:
+    data[_position(data, draw)] = draw.getrandbits(8)
 
 
-def _cut(made: bytearray, _: bytes, draw: Random) -> None:
-    at = _at(made, draw)
-    del made[at : at + draw.randint(1, 8)]
+def _cut(data: bytearray, _: bytes, draw: Random) -> None:
+    at = _position(data, draw)
+    del data[at : at + draw.randint(1, 8)]
 
 
-def _put(made: bytearray, _: bytes, draw: Random) -> None:
-    at = _at(made, draw)
-    made[at:at] = draw.randbytes(draw.randint(1, 8))
+def _put(data: bytearray, _: bytes, draw: Random) -> None:
+    at = _position(data, draw)
+    data[at:at] = draw.randbytes(draw.randint(1, 8))
 
 
-def _repeat(made: bytearray, _: bytes, draw: Random) -> None:
-    at = _at(made, draw)
-    made[at:at] = made[at : at + 32]
+def _repeat(data: bytearray, _: bytes, draw: Random) -> None:
+    at = _position(data, draw)
+    data[at:at] = data[at : at + 32]
 
 
-def _extreme(made: bytearray, _: bytes, draw: Random) -> None:
+def _extreme(data: bytearray, _: bytes, draw: Random) -> None:
     size, form = draw.choice(_WIDTHS)
-    at = _at(made, draw)
-    made[at : at + size] = struct.pack(form, draw.choice(_EXTREMES) & (1 << 8 * size) - 1)
+    at = _position(data, draw)
+    data[at : at + size] = struct.pack(form, draw.choice(_EXTREMES) & (1 << 8 * size) - 1)
 
 
-def _truncate(made: bytearray, _: bytes, draw: Random) -> None:
-    del made[_at(made, draw) :]
+def _truncate(data: bytearray, _: bytes, draw: Random) -> None:
+    del data[_position(data, draw) :]
 
 
-def _splice(made: bytearray, other: bytes, draw: Random) -> None:
-    made[_at(made, draw) :] = other[int(draw.random() * len(other)) :]
+def _splice(data: bytearray, other: bytes, draw: Random) -> None:
+    data[_position(data, draw) :] = other[int(draw.random() * len(other)) :]
 
 
-def _swap(made: bytearray, _: bytes, draw: Random) -> None:
-    """Two stretches."""
-    a, b, c, d = sorted(_at(made, draw) for _ in range(4))
-    made[a:d] = made[c:d] + made[b:c] + made[a:b]
+def _swap(data: bytearray, _: bytes, draw: Random) -> None:
+    a, b, c, d = sorted(_position(data, draw) for _ in range(4))
+    data[a:d] = data[c:d] + data[b:c] + data[a:b]
 
 
-_WAYS = (_flip, _set, _cut, _put, _repeat, _extreme, _extreme, _truncate, _splice, _swap)
+_CHANGES = (_flip, _set, _cut, _put, _repeat, _extreme, _extreme, _truncate, _splice, _swap)

@@ -1,7 +1,7 @@
-"""Gradients that would ruin an expert for everybody, and an exception in the middle of backward.
+"""Gradients that would corrupt an expert for all clients, and an exception during backward.
 
-NaN, infinity, 1e38 ──> GradientError ──┐
-raises half-way     ──> its own error ──┴── weights, moments, step count: the same bytes as before
+NaN, infinity, 1e38 ──> GradientError     ──┐
+backward raises     ──> ExpertFailedError ──┴── weights, moments and step count keep the same bytes
 """
 
 import hashlib
@@ -24,19 +24,19 @@ from torchweft.experts.client import GrpcTransport
 from torchweft.experts.errors import ExpertFailedError, GradientError
 from torchweft.experts.server import Server
 
-SPOILED: dict[str, tuple[float, type[Exception]]] = {
+INVALID: dict[str, tuple[float, type[Exception]]] = {
     "NaN": (float("nan"), GradientError),
     "infinity": (float("inf"), GradientError),
     "1e38": (1e38, GradientError),
-    "one that raises in backward": (TROUBLE, ExpertFailedError),
+    "an exception in backward": (TROUBLE, ExpertFailedError),
 }
 
 
-def refused(times: int) -> list[Verdict]:
-    """Each kind so many times, every tenth after a good step."""
+def invalid_gradients(times: int) -> list[Verdict]:
+    """Send each kind `times` times, every tenth after a valid step."""
     verdicts: list[Verdict] = []
     with Server([backend := awkward()]) as server, GrpcTransport(server.address) as transport:
-        for name, (value, meant) in SPOILED.items():
+        for name, (value, expected) in INVALID.items():
             wrong = changed = 0
             gradient = torch.zeros(ROWS, WIDTH)
             gradient[1, 2] = value
@@ -45,13 +45,13 @@ def refused(times: int) -> list[Verdict]:
                     transport.submit(backward(rows(turn), rows(turn + 1)), PATIENCE).result(PATIENCE)
                 before = _fingerprint(backend)
                 error = transport.submit(backward(rows(0), gradient), PATIENCE).exception(PATIENCE)
-                wrong += type(error) is not meant
+                wrong += type(error) is not expected
                 changed += _fingerprint(backend) != before
             verdicts.append(
                 Verdict(
-                    f"a gradient: {name}",
+                    f"an invalid gradient: {name}",
                     f"{times}",
-                    f"{meant.__name__}, the same bytes after",
+                    f"{expected.__name__}, no byte changed",
                     f"{wrong} other errors, {changed} changes",
                     not wrong and not changed,
                 )
@@ -60,7 +60,7 @@ def refused(times: int) -> list[Verdict]:
 
 
 def _fingerprint(backend: ExpertBackend) -> bytes:
-    """All that a step changes. Nothing is under way when it is taken."""
+    """Hash of all state that a step changes. No call is running."""
     digest = hashlib.sha256()
     _feed(digest, backend.state_dict())
     return digest.digest()
@@ -70,11 +70,11 @@ def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
-        for key, each in value.items():
+        for key, entry in value.items():
             digest.update(repr(key).encode())
-            _feed(digest, each)
+            _feed(digest, entry)
     elif isinstance(value, list | tuple):
-        for each in value:
-            _feed(digest, each)
+        for entry in value:
+            _feed(digest, entry)
     else:
         digest.update(repr(value).encode())

@@ -1,7 +1,7 @@
-"""Requests that break the rules, among good ones. For bytes that are broken at random see survive_fuzz.py.
+"""Malformed requests among valid ones. See survive_fuzz.py for randomly corrupted bytes.
 
-offender   frame cut off, frame that says 2**63, wrong shape, dtype, name ...  ──> its own typed error, soon
-good one   the same call, again and again, meanwhile                           ──> the same bits, always
+malformed   truncated frame, 2**63 rows, wrong shape, dtype, name ...  ──> a typed error, soon
+valid       the same call, repeated during the malformed ones          ──> always the same bits
 """
 
 import time
@@ -22,9 +22,9 @@ from benchmarks.experts.survive_common import (
     backward,
     connected,
     forward,
-    goes_on,
     message,
     quantile,
+    repeated_calls,
     rows,
 )
 from torchweft.core.errors import SpecError
@@ -42,27 +42,27 @@ from torchweft.experts.protobuf import load_messages
 from torchweft.experts.server import Server
 from torchweft.experts.wire import Call, Header, Kind, read_fault
 
-WANTED_MS = 50.0
-_GOOD = message(forward(rows(0)))
+REQUIRED_MS = 50.0
+_VALID = message(forward(rows(0)))
 
 
 def _with_rows(count: int) -> bytes:
-    """The good frame, whose tensor says that it has so many rows."""
-    frame = load_messages("torchweft.experts.wire", "experts")["Frame"].FromString(_GOOD)
+    """The valid frame, with another number of rows in the header of its tensor."""
+    frame = load_messages("torchweft.experts.wire", "experts")["Frame"].FromString(_VALID)
     frame.header.calls[0].tensors[0].shape[0] = count
     return frame.SerializeToString()
 
 
 FRAMES: list[tuple[bytes, type[Exception]]] = [
-    (_GOOD[:-7], TruncatedError),
-    (_GOOD[:11], TruncatedError),
-    (_GOOD + b"x", TruncatedError),
-    (b"GET " + _GOOD[4:], MalformedError),
+    (_VALID[:-7], TruncatedError),
+    (_VALID[:11], TruncatedError),
+    (_VALID + b"x", TruncatedError),
+    (b"GET " + _VALID[4:], MalformedError),
     (_with_rows(ROWS - 1), MalformedError),
     (_with_rows(ROWS + 1), TruncatedError),
     (_with_rows((1 << 63) - 1), LimitError),
 ]
-"""They end their stream."""
+"""Malformed frames, which end their stream, and the expected errors."""
 CALLS: list[tuple[Call, type[Exception]]] = [
     (forward(torch.zeros(ROWS, WIDTH + 1)), SpecError),
     (forward(torch.zeros(ROWS)), SpecError),
@@ -73,47 +73,47 @@ CALLS: list[tuple[Call, type[Exception]]] = [
     (forward(torch.full((ROWS, WIDTH), TROUBLE)), ExpertFailedError),
     (backward(rows(0), torch.full((ROWS, WIDTH), float("nan"))), GradientError),
 ]
-"""They get their answer, and the stream goes on."""
+"""Invalid calls, whose stream stays open, and the expected errors."""
 
 
-def among_good_ones(times: int) -> Verdict:
-    """So many broken requests, one after the other, while a good client calls."""
-    took: list[float] = []
+def malformed_requests(times: int) -> Verdict:
+    """Send `times` malformed requests one after another, while another client repeats a valid call."""
+    seconds: list[float] = []
     wrong: Counter[str] = Counter()
     with (
         Server([awkward()]) as server,
         GrpcTransport(server.address) as bad,
-        GrpcTransport(server.address) as fine,
+        GrpcTransport(server.address) as other,
         connected(server.address) as channel,
-        goes_on(fine) as good,
+        repeated_calls(other) as answers,
     ):
         for turn in range(times):
             start = time.perf_counter()
-            seen, meant = _offend(turn, bad, channel)
-            took.append(time.perf_counter() - start)
-            wrong[f"{type(seen).__name__} for {meant.__name__}"] += type(seen) is not meant
-    p99 = quantile(took) * 1e3
-    seen = f"{sum(wrong.values())} wrong; p99 {p99:.1f} ms; {good}"
-    seen += f" ({', '.join(f'{n} x {what}' for what, n in wrong.items() if n)})" * any(wrong.values())
+            error, expected = _send_malformed(turn, bad, channel)
+            seconds.append(time.perf_counter() - start)
+            wrong[f"{type(error).__name__} for {expected.__name__}"] += type(error) is not expected
+    p99 = quantile(seconds) * 1e3
+    measured = f"{sum(wrong.values())} wrong; p99 {p99:.1f} ms; {answers}"
+    measured += f" ({', '.join(f'{count} x {error}' for error, count in wrong.items() if count)})" * any(wrong.values())
     return Verdict(
-        "broken requests among good ones",
+        "malformed requests among valid ones",
         f"{times}",
-        f"its typed error, p99 <= {WANTED_MS:g} ms; others to the bit",
-        seen,
-        not any(wrong.values()) and p99 <= WANTED_MS and good.holds,
+        f"a typed error, p99 <= {REQUIRED_MS:g} ms; other answers bit-equal",
+        measured,
+        not any(wrong.values()) and p99 <= REQUIRED_MS and answers.holds,
     )
 
 
-def _offend(turn: int, bad: GrpcTransport, channel: object) -> tuple[BaseException | None, type[Exception]]:
-    """The answer, and the required answer."""
+def _send_malformed(turn: int, bad: GrpcTransport, channel: object) -> tuple[BaseException | None, type[Exception]]:
+    """Send one malformed request. Return the error, and the expected class."""
     kind = turn % (len(FRAMES) + len(CALLS))
     if kind >= len(FRAMES):
-        call, meant = CALLS[kind - len(FRAMES)]
-        return bad.submit(call, PATIENCE).exception(PATIENCE), meant
-    frame, meant = FRAMES[kind]
+        call, expected = CALLS[kind - len(FRAMES)]
+        return bad.submit(call, PATIENCE).exception(PATIENCE), expected
+    frame, expected = FRAMES[kind]
     with Raw(channel) as stream:
         stream.send(frame)
         for answer in stream.receive():
             if answer.header.kind is Kind.ERROR and answer.header.call_id == 0:
-                return read_fault(answer.header.data), meant
-    return None, meant
+                return read_fault(answer.header.data), expected
+    return None, expected

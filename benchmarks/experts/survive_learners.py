@@ -1,10 +1,10 @@
-"""Trainers of the digits that work at the same time, each over its own connections: the job of `survive_digits`.
+"""Concurrent trainers for `survive_digits`, each with its own connections.
 
-    trainer: stem, router and head of its own ──┐  8 for each model: their messages meet at its experts, which step
-    trainer: stem, router and head of its own ──┼── proxy or not ──> server: 2 of the model's 4 experts
-    ...                                         └── proxy or not ──> server: the 2 others
+    trainer: own stem, router and head ──┐  8 trainers per model, which share the experts of the model
+    trainer: own stem, router and head ──┼── proxy or not ──> server: 2 of the model's 4 experts
+    ...                                  └── proxy or not ──> server: the 2 others
 
-Every call is timed: how long after its deadline did it end?
+For every call, the time from its deadline to its end is measured.
 """
 
 import threading
@@ -33,24 +33,24 @@ from torchweft.experts.mixture import RemoteSwitchMixtureOfExperts
 from torchweft.experts.server import Server
 
 SERVERS = (((0, 0), (1, 1)), ((0, 1), (1, 0)))
-"""Places in the grid of each server's experts: of the two best of a sample, one is at each."""
-_LEAST = 1024  # bytes: what carries tensors has more, what HTTP/2 says to itself has less
+"""Grid coordinates of each server's experts, so that the two best of a sample are on different servers."""
+_MIN_BYTES = 1024  # bytes: messages with tensors are larger, control messages of HTTP/2 are smaller
 _FAULTS = (DeadlineError, LostError, UnreachableError)
 _LEASE = 3600.0
 T = TypeVar("T")
-_DRAWING = threading.Lock()  # torch has one generator
-_BESIDE = 16  # rows of a call of one expert
+_DRAWING = threading.Lock()  # protects torch's global generator
+_SINGLE_ROWS = 16  # rows of a call of one expert
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Size of the training, number of trainers, and their timeouts. ``mean``: seconds that a message is late.
+    """Size of the training, number of trainers, and their timeouts. ``mean`` is the mean delay of a message in seconds.
 
-    ``timeout``: seconds of either direction of a mixture, and of a call of one expert. ``after``: seconds that the
-    second expert of a sample is waited for.
+    ``timeout``: seconds for a forward or backward of the mixture, or a call of one expert. ``after``: seconds to wait
+    for the second expert of a sample.
 
-    ``loss``: how likely it falls silent; so that, with what its connection carries then, one call in ten is lost.
-    ``rate`` falls to nothing by the last step; ``experts_rate`` stays, for experts know of no last step.
+    ``loss``: probability that a message starts a silence of its connection, chosen so that one call in ten is lost.
+    ``rate`` decays until the last step. ``experts_rate`` is constant, because experts do not know the last step.
     """
 
     folds: int = 4
@@ -66,13 +66,12 @@ class Setting:
 
     @property
     def network_faults(self) -> NetworkFaults:
-        """Of the network."""
-        return NetworkFaults(late=self.mean, silent=self.loss, silent_seconds=3 * self.mean, least=_LEAST)
+        return NetworkFaults(late=self.mean, silent=self.loss, silent_seconds=3 * self.mean, least=_MIN_BYTES)
 
 
 @dataclass
-class Punctual:
-    """Outcomes of calls, by kind, and the longest delay after their deadlines."""
+class CallTimes:
+    """Outcomes of calls by kind, and their largest delay after the deadline."""
 
     kinds: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
@@ -82,7 +81,7 @@ class Punctual:
         self.lock = threading.Lock()
 
     def timed(self, kind: str, seconds: float, call: Callable[[], T]) -> T:
-        """The call's result, within so many seconds. The work around it counts as its own time."""
+        """Run `call`, whose deadline is `seconds` from now, and record its outcome. Local work in it counts too."""
         start, fault = time.monotonic(), ""
         try:
             return call()
@@ -98,7 +97,7 @@ class Punctual:
 
 
 def classifier(number: int, connections: Connections, setting: Setting) -> Classifier:
-    """A model of this fold."""
+    """Model of fold `number`."""
     middle = RemoteSwitchMixtureOfExperts(
         in_features=WIDTH,
         grid_size=GRID,
@@ -118,13 +117,13 @@ def classifier(number: int, connections: Connections, setting: Setting) -> Class
 
 @dataclass
 class Trained:
-    """Results. ``asked``: messages with tensors that went out; ``lost``: those, and answers, that vanished.
+    """Results of a training. ``asked``: sent messages with tensors. ``lost``: lost requests and answers.
 
-    ``accuracies``: percent of the images held out, by trainer. ``steps`` of all experts, ``journalled`` batches of
-    theirs, ``keys`` in those, and how many of them are there more than once (``twice``).
+    ``accuracies``: percent of held-out images, by trainer. ``steps`` are of all experts. ``journalled`` counts batches
+    in their journals, ``keys`` the keys in these batches, and ``twice`` the keys that occur more than once.
     """
 
-    calls: Punctual = field(default_factory=Punctual)
+    calls: CallTimes = field(default_factory=CallTimes)
     accuracies: list[float] = field(default_factory=list[float])
     losses: list[list[float]] = field(default_factory=list[list[float]])
     strange: list[BaseException] = field(default_factory=list[BaseException])
@@ -138,45 +137,45 @@ class Trained:
 
     @property
     def accuracy(self) -> float:
-        """In the mean."""
+        """Mean accuracy."""
         return fmean(self.accuracies)
 
 
 def trained(setting: Setting, data: Sequence[Labelled], *, bad: bool, seed: int) -> Trained:
-    """Every fold, by its trainers, all at once: over a bad network, or a good one. ``seed``: of batches and network."""
+    """Train all folds concurrently. ``bad`` adds network faults, ``seed`` seeds batches and faults."""
     with TemporaryDirectory() as folder:
         return _trained(setting, data, folder, bad=bad, seed=seed)
 
 
 def _trained(setting: Setting, data: Sequence[Labelled], folder: str, *, bad: bool, seed: int) -> Trained:
-    uids = [[f"fold{fold}.{row}.{column}" for fold in range(len(data)) for row, column in each] for each in SERVERS]
-    journals = {uid: Journal(Path(folder, uid)) for each in uids for uid in each}
-    experts = [[_expert(uid, journals[uid], setting) for uid in each] for each in uids]
+    uids = [[f"fold{fold}.{row}.{column}" for fold in range(len(data)) for row, column in places] for places in SERVERS]
+    journals = {uid: Journal(Path(folder, uid)) for served in uids for uid in served}
+    experts = [[_expert(uid, journals[uid], setting) for uid in served] for served in uids]
     with ExitStack() as stack:
         for journal in journals.values():
             stack.enter_context(journal)
-        straight = [stack.enter_context(Server(each)).address for each in experts]
-        networks = [
-            FaultyProxy(each, setting.network_faults, seed=10 * seed + n) for n, each in enumerate(straight) if bad
+        direct = [stack.enter_context(Server(served)).address for served in experts]
+        proxies = [
+            FaultyProxy(address, setting.network_faults, seed=10 * seed + n) for n, address in enumerate(direct) if bad
         ]
-        ways = [stack.enter_context(each).address for each in networks] or straight
-        found = Trained()
-        learning = _Learning(found, setting, data, _directory(stack, uids, ways), seed)
+        addresses = [stack.enter_context(proxy).address for proxy in proxies] or direct
+        result = Trained()
+        learning = _Learning(result, setting, data, _directory(stack, uids, addresses), seed)
         learning.run()
-        past = stack.enter_context(Connections(_directory(stack, uids, straight)))
-        found.accuracies += [100 * each for each in learning.accuracies(past)]
-    found.asked, found.lost = sum(each.asked for each in networks), sum(each.lost for each in networks)
-    found.steps = sum(expert.steps for each in experts for expert in each)
+        connections = stack.enter_context(Connections(_directory(stack, uids, direct)))
+        result.accuracies += [100 * share for share in learning.accuracies(connections)]
+    result.asked, result.lost = sum(proxy.asked for proxy in proxies), sum(proxy.lost for proxy in proxies)
+    result.steps = sum(expert.steps for served in experts for expert in served)
     for journal in journals.values():
         entries = journal.entries()
         keys = Counter((member.client, member.key) for entry in entries for member in entry.members)
-        found.journalled, found.keys = found.journalled + len(entries), found.keys + len(keys)
-        found.twice += sum(count > 1 for count in keys.values())
-    return found
+        result.journalled, result.keys = result.journalled + len(entries), result.keys + len(keys)
+        result.twice += sum(count > 1 for count in keys.values())
+    return result
 
 
 def _expert(uid: str, journal: Journal, setting: Setting) -> ExpertBackend:
-    seed = sum(map(ord, uid))  # what one fold's experts begin with differs
+    seed = sum(map(ord, uid))  # initial weights differ between experts and folds
     adam = partial(torch.optim.Adam, lr=setting.experts_rate)
     return digit_expert(WIDTH, seed).backend(uid, adam, journal=journal, max_batch_size=setting.rows)
 
@@ -184,16 +183,16 @@ def _expert(uid: str, journal: Journal, setting: Setting) -> ExpertBackend:
 def _directory(stack: ExitStack, uids: Sequence[Sequence[str]], addresses: Sequence[str]) -> LocalDirectory:
     directory = LocalDirectory()
     stack.callback(directory.close)
-    for each, address in zip(uids, addresses, strict=True):
-        directory.declare(each, address, _LEASE)
+    for served, address in zip(uids, addresses, strict=True):
+        directory.declare(served, address, _LEASE)
     return directory
 
 
 @dataclass
 class _Learning:
-    """The threads of a training, and the models that they learned, with the number of their fold."""
+    """Threads of a training, and the trained models with the numbers of their folds."""
 
-    found: Trained
+    result: Trained
     setting: Setting
     data: Sequence[Labelled]
     directory: LocalDirectory
@@ -201,68 +200,69 @@ class _Learning:
     models: list[tuple[int, Classifier]] = field(default_factory=list[tuple[int, Classifier]])
 
     def run(self) -> None:
-        """Until all steps are done."""
+        """Run all trainers, and calls of single experts until the trainers have finished."""
         start, self._over = time.monotonic(), threading.Event()
-        folds, each = range(len(self.data)), range(self.setting.trainers)
-        trainers = [threading.Thread(target=self._guarded, args=(self._train, fold, n)) for fold in folds for n in each]
-        beside = [threading.Thread(target=self._guarded, args=(self._ask_one, fold, 0)) for fold in folds]
-        for thread in [*trainers, *beside]:
+        folds, numbers = range(len(self.data)), range(self.setting.trainers)
+        jobs = [(self._train, fold, number) for fold in folds for number in numbers]
+        trainers = [threading.Thread(target=self._guarded, args=job) for job in jobs]
+        callers = [threading.Thread(target=self._guarded, args=(self._call_experts, fold, 0)) for fold in folds]
+        for thread in [*trainers, *callers]:
             thread.start()
         for thread in trainers:
             thread.join()
         self._over.set()
-        for thread in beside:
+        for thread in callers:
             thread.join()
-        self.found.seconds = time.monotonic() - start
+        self.result.seconds = time.monotonic() - start
 
     def accuracies(self, connections: Connections) -> list[float]:
-        """Of each trainer's model, with the experts as they are in the end, asked over these connections."""
-        seen: list[float] = []
+        """Accuracy of each trainer's model with the final experts, over these connections."""
+        accuracies: list[float] = []
         for fold, model in self.models:
-            straight = classifier(fold, connections, self.setting)
-            straight.load_state_dict(model.state_dict())
-            seen.append(accuracy(straight.eval(), self.data[fold]))
-        return seen
+            copy = classifier(fold, connections, self.setting)
+            copy.load_state_dict(model.state_dict())
+            accuracies.append(accuracy(copy.eval(), self.data[fold]))
+        return accuracies
 
     def _guarded(self, work: Callable[[int, int, Connections], None], fold: int, number: int) -> None:
         try:
             with Connections(self.directory) as connections:
                 work(fold, number, connections)
         except BaseException as error:
-            self.found.strange.append(error)
+            self.result.strange.append(error)
 
     def _train(self, fold: int, number: int, connections: Connections) -> None:
-        setting, calls, data = self.setting, self.found.calls, self.data[fold]
-        model, losses = self._begun(fold, number, connections), list[float]()
+        setting, calls, data = self.setting, self.result.calls, self.data[fold]
+        model, losses = self._initial_model(fold, number, connections), list[float]()
         optimizer = torch.optim.Adam(model.parameters(), lr=setting.rate)
-        falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, setting.steps)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, setting.steps)
         draw = torch.Generator().manual_seed(1000 * self.seed + 100 * fold + number)
         for _ in range(setting.steps):
             rows = torch.randint(len(data.images), (setting.rows,), generator=draw)
             learn = partial(loss_of, model, data.images[rows], data.digits[rows])
-            whole, loss = calls.timed("forward", setting.timeout, learn)
+            total, loss = calls.timed("forward", setting.timeout, learn)
             optimizer.zero_grad()
-            calls.timed("backward", setting.timeout, partial(torch.autograd.backward, whole))
+            calls.timed("backward", setting.timeout, partial(torch.autograd.backward, total))
             optimizer.step()
-            falling.step()
+            schedule.step()
             losses.append(loss.item())
         self.models.append((fold, model))
-        self.found.losses.append(losses)
+        self.result.losses.append(losses)
         with calls.lock:
             calls.failed.update(cast("RemoteSwitchMixtureOfExperts", model.middle).statistics().failed)
 
-    def _begun(self, fold: int, number: int, connections: Connections) -> Classifier:
+    def _initial_model(self, fold: int, number: int, connections: Connections) -> Classifier:
         with _DRAWING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(100 * fold + number)
             return classifier(fold, connections, self.setting)
 
-    def _ask_one(self, fold: int, _: int, connections: Connections) -> None:
-        """Calls of one expert after the other. Their errors go to the caller."""
-        x, seconds = torch.zeros(_BESIDE, WIDTH), self.setting.timeout
-        places = [place for each in SERVERS for place in each]
+    def _call_experts(self, fold: int, _: int, connections: Connections) -> None:
+        """Call single experts in turn. Their errors reach the caller, unlike those in a mixture."""
+        x, seconds = torch.zeros(_SINGLE_ROWS, WIDTH), self.setting.timeout
+        places = [place for served in SERVERS for place in served]
         experts = [RemoteExpert(f"fold{fold}.{row}.{column}", connections, timeout=seconds) for row, column in places]
         for expert in cycle(experts):
             if self._over.is_set():
                 return
             with torch.no_grad(), suppress(*_FAULTS):
-                self.found.calls.timed("expert", seconds, partial(expert, x))
+                self.result.calls.timed("expert", seconds, partial(expert, x))

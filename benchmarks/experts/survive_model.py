@@ -1,7 +1,7 @@
-"""A classifier of digits with four remote experts in its middle: the model that `survive_learners` trains.
+"""Digit classifier with four remote experts in the middle: the model that `survive_learners` trains.
 
 8 x 8 image ──> stem ──┬──> mixture: the 2 best of 4 experts ──> + ──> head ──> 10 scores
-                here   |             at two servers              ^     here
+                local  |             on two servers              ^     local
                        └─────────────────────────────────────────┘
 """
 
@@ -23,7 +23,7 @@ _BALANCE = 0.05  # weight of the mixture's loss
 
 
 class Labelled(NamedTuple):
-    """Images, N x 64, float32 from 0 to 1, and the digit of each, N, int64; to learn from, and held out."""
+    """Images (N x 64, float32, 0 to 1) and digits (N, int64), for training and held out."""
 
     images: Tensor
     digits: Tensor
@@ -32,7 +32,7 @@ class Labelled(NamedTuple):
 
 
 def load_labelled(seed: int) -> Labelled:
-    """scikit-learn's bundled digits (1797 of 8 x 8), split at random in two."""
+    """scikit-learn's digits (1797 images of 8 x 8), split randomly into two parts."""
     bundled = load_digits()
     images = torch.as_tensor(bundled.images, dtype=torch.float32).flatten(1) / 16
     digits = torch.as_tensor(bundled.target, dtype=torch.int64)
@@ -42,7 +42,7 @@ def load_labelled(seed: int) -> Labelled:
 
 
 def digit_expert(hidden: int, seed: int) -> ExpertFactory:
-    """A feed-forward layer, rows x ``hidden``, with the initial weights of ``seed``."""
+    """Feed-forward expert of width ``hidden``, initialized from ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         module = FeedForward(hidden, 2 * hidden)
@@ -50,7 +50,7 @@ def digit_expert(hidden: int, seed: int) -> ExpertFactory:
 
 
 class Classifier(nn.Module):
-    """Rows x 64 pixels to rows x 10 scores, and the loss of ``middle``, a mixture, between its own layers."""
+    """Map rows x 64 pixels to rows x 10 scores, with the mixture ``middle`` between two local layers."""
 
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class Classifier(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, _CLASSES))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores, and the mixture's loss."""
+        """Return the scores and the load-balancing loss of the mixture."""
         x = self.stem(images)
         y, balance = self.middle(x)
         return self.head(x + y), balance
 
 
 def loss_of(model: nn.Module, images: Tensor, digits: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss to minimise, and its cross-entropy without the loss of the mixture."""
+    """Return the loss to minimise, and the cross-entropy alone."""
     scores, balance = model(images)
     loss = functional.cross_entropy(scores, digits)
     return loss + _BALANCE * balance, loss.detach()
@@ -74,6 +74,6 @@ def loss_of(model: nn.Module, images: Tensor, digits: Tensor) -> tuple[Tensor, T
 
 @torch.no_grad()
 def accuracy(model: nn.Module, digits: Labelled) -> float:
-    """The share of held-out images that the model classifies right. No expert steps."""
+    """Share of held-out images that are classified correctly. Experts take no step."""
     scores, _ = model(digits.held_out)
     return (scores.argmax(1) == digits.held_out_digits).double().mean().item()

@@ -1,8 +1,8 @@
-"""A network that delays, cuts and swallows, between trainers and a server: steps once, and calls that end in time.
+"""Network that delays, cuts and drops, between trainers and a server. Keys must step once, calls must end in time.
 
-rough      calls have time enough: all are answered, each key one step
-in a hurry calls have half a second, and many are given up: none ends late, none steps twice
-silent     a connection that swallows everything and never ends: how soon the client has another one
+long deadlines    all calls are answered, and each key takes one step
+short deadlines   calls have half a second and many fail: none ends late, and no key steps twice
+silence           a connection drops everything and never ends: time until the client uses another one
 """
 
 import threading
@@ -19,22 +19,22 @@ from torchweft.experts.errors import DeadlineError, LostError, UnreachableError
 from torchweft.experts.server import Server
 from torchweft.experts.wire import Call, Header, Kind
 
-ROUGH = NetworkFaults(late=0.005, cut=0.01, silent=0.005, silent_seconds=1.0, stall=0.01, stall_seconds=0.3)
-HURRY = NetworkFaults(late=0.05, cut=0.01, silent=0.01, silent_seconds=3.0, stall=0.05, stall_seconds=0.4)
+LOSSY = NetworkFaults(late=0.005, cut=0.01, silent=0.005, silent_seconds=1.0, stall=0.01, stall_seconds=0.3)
+WORSE = NetworkFaults(late=0.05, cut=0.01, silent=0.01, silent_seconds=3.0, stall=0.05, stall_seconds=0.4)
 RETRY = Retry(attempts=100_000, first=0.005, longest=0.1, attempt_seconds=2.0)
 LATE = 0.1
-"""Seconds that a call may end after its deadline."""
+"""Allowed seconds from the deadline of a call to its end."""
 _THREADS = 4
 _LONG = 120.0
 _FAULTS = (DeadlineError, LostError, UnreachableError)
 
 
-def rough(times: int) -> Verdict:
-    """So many keys, with time enough."""
-    backend, network, trainers = _trained(ROUGH, times, _LONG)
+def long_deadlines(times: int) -> Verdict:
+    """Step `times` keys with a deadline of two minutes each."""
+    backend, network, trainers = _trained(LOSSY, times, _LONG)
     count, missing = _counted(backend, trainers)
     return Verdict(
-        "a network that delays, cuts and swallows",
+        "a network that delays, cuts and drops",
         f"{times} keys",
         "all answered, each key one step",
         f"{len(trainers.heard)} answered, {backend.steps} steps, {count} keys twice, {missing} never; "
@@ -43,15 +43,15 @@ def rough(times: int) -> Verdict:
     )
 
 
-def in_a_hurry(times: int) -> Verdict:
-    """So many keys, without."""
+def short_deadlines(times: int) -> Verdict:
+    """Step `times` keys with a deadline of half a second each, over a worse network."""
     with Sleeper() as sleeper:
-        backend, network, trainers = _trained(HURRY, times, 0.5)
+        backend, network, trainers = _trained(WORSE, times, 0.5)
     count, missing = _counted(backend, trainers)
     return Verdict(
-        "calls of half a second, over one that is worse",
+        "calls of half a second over a worse network",
         f"{times} keys",
-        f"none ends {LATE * 1e3:g} ms after its deadline, no key twice",
+        f"at most {LATE * 1e3:g} ms after the deadline, no key twice",
         f"latest {trainers.latest * 1e3:+.0f} ms, a process that only sleeps {sleeper.latest * 1e3:+.0f} ms; "
         f"{len(trainers.heard)} answered, {count} keys twice, {missing} never; "
         f"{network.cuts} cuts, {network.silences} silences" + _failed(trainers),
@@ -72,49 +72,47 @@ def _trained(network_faults: NetworkFaults, times: int, seconds: float) -> tuple
 
 
 def _counted(backend: ExpertBackend, trainers: Trainers) -> tuple[int, int]:
-    """Keys with more than one step, or steps without a key; and keys that were answered but have none."""
+    """Number of extra steps, and of answered keys that did not take exactly one step."""
     weight = next(iter(backend.module.parameters())).detach()
     count = counted(weight, backend.steps)
     return count.repeated + abs(count.unexplained), trainers.missing(weight)
 
 
 def _failed(trainers: Trainers) -> str:
-    told = [f"{count} {name}" for name, count in trainers.failed.items()] + [repr(each) for each in trainers.faults]
-    return f"; calls failed: {', '.join(told)}" * bool(told)
+    texts = [f"{count} {name}" for name, count in trainers.failed.items()] + [repr(error) for error in trainers.faults]
+    return f"; calls failed: {', '.join(texts)}" * bool(texts)
 
 
-def silent(times: int) -> Verdict:
-    """So many connections that fall silent for good under a call of 30 s, as is the default."""
-    took: list[float] = []
+def silent_connections(times: int) -> Verdict:
+    """Make the connection silent for good during a call of 30 s, the default timeout."""
+    seconds: list[float] = []
     failed = 0
     with Server([marks(8)]) as server:
         for _ in range(times):
             with FaultyProxy(server.address) as network, GrpcTransport(network.address) as transport:
-                line, ask = (
-                    RetryingCaller(FixedResolver(transport), RETRY),
-                    Call(Header(kind=Kind.PING, call_id=0, uid=UID)),
-                )
-                line.call(ask, 30.0)
+                caller = RetryingCaller(FixedResolver(transport), RETRY)
+                ping = Call(Header(kind=Kind.PING, call_id=0, uid=UID))
+                caller.call(ping, 30.0)
                 network.network_faults = NetworkFaults(silent=1.0)
-                calming = threading.Thread(target=_calm_once_silent, args=(network,))
-                calming.start()
+                restorer = threading.Thread(target=_restore_once_silent, args=(network,))
+                restorer.start()
                 start = time.monotonic()
                 try:
-                    line.call(ask, 30.0)
+                    caller.call(ping, 30.0)
                 except _FAULTS:
                     failed += 1
-                took.append(time.monotonic() - start)
-                calming.join()
+                seconds.append(time.monotonic() - start)
+                restorer.join()
     return Verdict(
-        "a connection that swallows all and never ends, under a call",
+        "a connection that drops everything and never ends, during a call",
         f"{times}",
-        "the call of 30 s comes through over another",
-        f"{failed} calls failed; the longest took {max(took):.1f} s",
+        "the call of 30 s succeeds over another connection",
+        f"{failed} calls failed; the longest took {max(seconds):.1f} s",
         not failed,
     )
 
 
-def _calm_once_silent(network: FaultyProxy) -> None:
-    """The next connection is to be a good one; the silent one stays silent."""
+def _restore_once_silent(network: FaultyProxy) -> None:
+    """Let later connections work. The silent one stays silent."""
     until(lambda: network.silences > 0)
     network.network_faults = NO_FAULTS

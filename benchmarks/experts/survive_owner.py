@@ -1,9 +1,9 @@
-"""An owner that is stopped (SIGSTOP) while calls of its expert wait: how long until the next owner answers one?
+"""Time until the next owner answers after an owner was stopped (SIGSTOP) while calls of its expert wait.
 
     clients ── backwards ──> owner (stopped) ──x       its lease ends ── the follower claims the expert
-            ── the same, under the same key ──> the new owner
+            ── the same, with the same key ──> the new owner
 
-Two servers are processes; the clock runs from the signal to the next acknowledged backward, which waited all the time.
+The two servers are processes. The time is measured from the signal to the next acknowledged backward.
 """
 
 import signal
@@ -23,40 +23,40 @@ from torchweft.experts.discovery.etcd import EtcdDirectory
 UID = "ffn.0"
 
 
-def stopped(times: int, lease: float) -> list[Verdict]:
-    """The longest of so many stops; empty without etcd."""
+def stopped_owner(times: int, lease: float) -> list[Verdict]:
+    """Stop the owner `times` times. Empty without etcd."""
     if WHERE is None:
         return []
-    taken, steps = list[float](), 0
+    seconds, steps = list[float](), 0
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (member,) = stack.enter_context(cluster(folder / "etcd"))
-        there = stack.enter_context(EtcdDirectory(member.endpoint))
+        directory = stack.enter_context(EtcdDirectory(member.endpoint))
         served = replicas.serving(folder, member.endpoint, free_ports(2), stack, lease)
-        remote = RemoteExpert(UID, stack.enter_context(Connections(there)), timeout=60.0)
+        remote = RemoteExpert(UID, stack.enter_context(Connections(directory)), timeout=60.0)
         x = torch.randn(2, 8)
         for _ in range(times):
             for _ in range(3):
                 remote(x).sum().backward()
-            time.sleep(1.0)  # the follower has the state
-            owner = served[there.get().owners[UID].address]
+            time.sleep(1.0)  # gives the follower time to copy the state
+            owner = served[directory.get().owners[UID].address]
             y, start = remote(x), time.monotonic()
             owner.send_signal(signal.SIGSTOP)
             try:
                 y.sum().backward()
-                taken.append(time.monotonic() - start)
+                seconds.append(time.monotonic() - start)
             finally:
                 owner.send_signal(signal.SIGCONT)
             steps += 4
-            until(lambda: len(there.get().addresses(UID)) == 2, 30.0)
+            until(lambda: len(directory.get().addresses(UID)) == 2, 30.0)
             time.sleep(1.0)
         kept = remote.describe().steps == steps and not remote.steps_lost
     return [
         Verdict(
-            f"an owner that is stopped, at a lease of {lease:g} s",
+            f"a stopped owner, with a lease of {lease:g} s",
             f"{times} times",
-            f"the next acknowledgement within {lease + 1:g} s, each backward one step",
-            f"{min(taken):.1f} to {max(taken):.1f} s; {steps} backwards, {'each' if kept else 'not each'} one step",
-            kept and max(taken) <= lease + 1,
+            f"the next acknowledgement within {lease + 1:g} s, one step per backward",
+            f"{min(seconds):.1f} to {max(seconds):.1f} s; {steps} backwards, {'' if kept else 'not '}one step each",
+            kept and max(seconds) <= lease + 1,
         )
     ]

@@ -1,7 +1,7 @@
-"""Replies that are lost after the request was handed over: each step is applied once all the same.
+"""Replies that are lost after the request was sent. Each step must still be applied exactly once.
 
-by the transport    the request goes to the server over gRPC; its answer, or the wait for it, is thrown away
-by a proxy          the connection is cut within a request or an answer, and made again
+by the transport    the request reaches the server over gRPC, and its answer is dropped, then or early
+by a proxy          the connection is cut within a request or an answer, and reconnected
 """
 
 import random
@@ -18,8 +18,8 @@ from torchweft.experts.server import Server
 from torchweft.experts.wire import Call, Received
 
 
-class Forgetful(WrappedTransport):
-    """A transport that loses two of three answers: one when it comes, one while the server still works on it."""
+class LossyTransport(WrappedTransport):
+    """Transport that drops two of three answers: one on arrival, one while the server still computes it."""
 
     def __init__(self, inner: GrpcTransport) -> None:
         self.lost = 0
@@ -43,18 +43,18 @@ class Forgetful(WrappedTransport):
         return dropped
 
 
-def dropped(times: int) -> Verdict:
-    """Until so many replies were lost."""
+def dropped_replies(times: int) -> Verdict:
+    """Train until about `times` replies were dropped."""
     backend = marks(times)
     with Server([backend]) as server, GrpcTransport(server.address) as inner:
-        forgetful = Forgetful(inner)
-        trainers = Trainers(forgetful, threads=2, most=times * 11 // 20)  # two replies of three are lost
+        transport = LossyTransport(inner)
+        trainers = Trainers(transport, threads=2, most=times * 11 // 20)  # two of three replies are dropped
         trainers.join()
-    return _verdict("replies dropped by the transport", forgetful.lost, trainers, backend)
+    return _verdict("replies dropped by the transport", transport.lost, trainers, backend)
 
 
-def cut(times: int) -> Verdict:
-    """So many connections cut, one after the other, while trainers go on."""
+def cut_connections(times: int) -> Verdict:
+    """Cut `times` connections one after another during a training."""
     backend, pause, draw = marks(1 << 17), threading.Event(), random.Random(9)
     with (
         Server([backend]) as server,
@@ -63,8 +63,8 @@ def cut(times: int) -> Verdict:
     ):
         trainers = Trainers(transport, threads=2, most=1 << 17)
         for _ in range(times):
-            told = len(trainers.heard)
-            if not until(lambda told=told: len(trainers.heard) > told):  # it is connected again
+            before = len(trainers.heard)
+            if not until(lambda before=before: len(trainers.heard) > before):  # wait until reconnected
                 break
             pause.wait(draw.random() * 0.005)
             cuts, proxy.network_faults = proxy.cuts, NetworkFaults(cut=1.0)
@@ -75,15 +75,15 @@ def cut(times: int) -> Verdict:
     return _verdict("connections cut by a proxy", proxy.cuts, trainers, backend)
 
 
-def _verdict(what: str, times: int, trainers: Trainers, backend: ExpertBackend) -> Verdict:
+def _verdict(fault: str, times: int, trainers: Trainers, backend: ExpertBackend) -> Verdict:
     weight = next(iter(backend.module.parameters())).detach()
     count: Count = counted(weight, backend.steps)
     missing = trainers.missing(weight)
-    seen = f"{len(trainers.heard)} keys answered, {backend.steps} steps, {count.repeated} keys twice, {missing} never"
+    counts = f"{len(trainers.heard)} keys answered, {backend.steps} steps, {count.repeated} keys twice, {missing} never"
     return Verdict(
-        what,
+        fault,
         f"{times}",
         "each key one step",
-        seen + f"; {len(trainers.faults)} calls failed" * bool(trainers.faults),
+        counts + f"; {len(trainers.faults)} calls failed" * bool(trainers.faults),
         count.good and not missing and not trainers.faults and bool(trainers.heard),
     )

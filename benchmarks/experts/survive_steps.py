@@ -1,7 +1,7 @@
-"""An expert that counts: each key has a weight of its own, and every step for that key takes 1 from it.
+"""Expert that counts its steps: each key has one weight, and every step for that key subtracts 1 from it.
 
-w[i]   0: never applied    -1: applied once    -2: twice, which must not be
-one task is one batch, so the number of steps is minus the sum of all weights
+w[i]   0: never applied    -1: applied once    -2: applied twice, which is an error
+Each task is one batch, so that the number of steps is minus the sum of all weights.
 """
 
 import threading
@@ -26,7 +26,7 @@ RETRY = Retry(attempts=100_000, first=0.002, longest=0.05)
 
 
 def marks(keys: int) -> ExpertBackend:
-    """Has so many weights, all 0."""
+    """Expert with one weight for each key, initially 0."""
     module = nn.Embedding(keys, 1)
     nn.init.zeros_(module.weight)
     return ExpertBackend(
@@ -41,7 +41,7 @@ def marks(keys: int) -> ExpertBackend:
 
 @dataclass
 class Applied:
-    """Key ``number`` was answered: with the step at which it was, or a later one."""
+    """Answer for key ``number``, with the step of the answer, which can be later than that of the key."""
 
     number: int
     step: int
@@ -50,10 +50,10 @@ class Applied:
 
 @dataclass
 class Trainers:
-    """Threads that send one key after the other until `stop`, or until so many are done.
+    """Threads that send one key after another until `stop`, or until ``most`` keys are sent.
 
-    ``seconds``: of every call, with all its repetitions. ``allowed``: errors that are counted in ``failed``. Any other
-    error ends its thread. ``latest``: the longest time by which a call ended after its deadline.
+    ``seconds``: timeout of a call with all its retries. ``allowed``: errors that are counted in ``failed``. Any other
+    error ends its thread. ``latest``: largest delay of a call after its deadline.
     """
 
     transport: Transport
@@ -70,18 +70,18 @@ class Trainers:
 
     def __post_init__(self) -> None:
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._line = RetryingCaller(FixedResolver(self.transport), self.retry)
-        self._running = [threading.Thread(target=self._run) for _ in range(self.threads)]
-        for thread in self._running:
+        self._caller = RetryingCaller(FixedResolver(self.transport), self.retry)
+        self._threads = [threading.Thread(target=self._run) for _ in range(self.threads)]
+        for thread in self._threads:
             thread.start()
 
     def join(self) -> None:
-        """Wait until all is done."""
-        for thread in self._running:
+        """Wait for all threads."""
+        for thread in self._threads:
             thread.join()
 
     def stop(self) -> None:
-        """Begin no more, and wait for pending calls."""
+        """Start no more calls, and wait for pending ones."""
         self._stop.set()
         self.join()
 
@@ -94,7 +94,7 @@ class Trainers:
                 return
             start = time.monotonic()
             try:
-                answer = self._line.call(step_call(number), self.seconds)
+                answer = self._caller.call(step_call(number), self.seconds)
                 self.heard.append(Applied(number, answer.header.step, read_receipt(answer.header.data)))
             except self.allowed as error:
                 with self._lock:
@@ -106,12 +106,12 @@ class Trainers:
                 self.latest = max(self.latest, time.monotonic() - start - self.seconds)
 
     def missing(self, weight: Tensor) -> int:
-        """Keys that were answered but did not step exactly once."""
+        """Number of answered keys that did not take exactly one step."""
         return sum(bool(weight[applied.number] != -1) for applied in self.heard)
 
 
 class WrappedTransport:
-    """A transport around `inner`, for subclasses that change `submit`."""
+    """Base class of transports that wrap `inner` and override `submit`."""
 
     def __init__(self, inner: GrpcTransport) -> None:
         self.inner = inner
@@ -135,24 +135,24 @@ class WrappedTransport:
 
 
 def step_call(number: int) -> Call:
-    """The backward of this key."""
+    """Backward call with this key."""
     header = Header(kind=Kind.BACKWARD, call_id=0, uid=UID, client="me", key=f"key-{number}")
     return Call(header, [torch.tensor([number]), torch.ones(1, 1)])
 
 
 @dataclass(frozen=True)
 class Count:
-    """Keys that were applied twice or more, and how many steps there are for none."""
+    """Number of keys that were applied more than once, and of steps without a key."""
 
     repeated: int
     unexplained: int
 
     @property
     def good(self) -> bool:
-        """Every step is for one key, and no key had two."""
+        """Whether every step belongs to a key, and no key has two."""
         return self.repeated == 0 == self.unexplained
 
 
 def counted(weight: Tensor, steps: int) -> Count:
-    """See the top of this file."""
+    """Count errors in the weights of `marks` after `steps` steps."""
     return Count(int((weight < -1).sum()), steps + round(float(weight.sum())))

@@ -1,12 +1,12 @@
-"""The share of the in-process speed that callers get over gRPC: one or many, with small and large batches.
+"""Share of the in-process speed that callers reach over gRPC, by number of callers and batch size.
 
     client process: callers, threads that share one connection ── gRPC, loopback ──> server process: one ffn, Adam
     this process:   the same module, all rows of a lap in one batch, no server: the ideal
-    bare:           gRPC streams with the same module behind them, batches of what waits, and nothing else: no checks,
-                    keys, deadlines or guards. What is missing there to the ideal, gRPC and Python take, not torchweft
+    bare:           gRPC streams that batch waiting calls for the same module, without checks, keys, deadlines or
+                    guards. Its distance from the ideal is the cost of gRPC and Python, without torchweft
 
-A lap is one call of every caller. Backward runs the forward again on the server; with a kept graph it does not. Both
-are measured, and the better one is judged. The peer does the same with threads in one process, and its own server.
+A lap is one call of every caller. The server repeats the forward in a backward, unless the graph is kept. Both are
+measured, and the better one is judged. The peer has the same callers in one process, and its own server.
 """
 
 import sys
@@ -27,26 +27,26 @@ from benchmarks.table import Row, Table
 UID = "ffn.0"
 WIDTHS = (512, 1024)
 CALLERS = ((1, 1), (4, 1), (32, 1), (1, 32), (4, 32), (1, 256))
-"""Callers, and rows of each call."""
+"""Number of callers, and rows per call."""
 IDEAL, WEFT, KEPT, BARE, PEER = "ideal", "torchweft", "kept graph", "bare gRPC", "hivemind"
 LARGE = 32
-TIMES = 5.0
-"""How much faster than the peer single rows should be."""
+SPEEDUP = 5.0
+"""Required speed of single rows, relative to the peer."""
 KEEP = 256_000_000
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Point:
-    """Callers times rows, and whether they train."""
+    """Number of callers, rows per call, and whether they train."""
 
     callers: int
     rows: int
     train: bool
 
     @property
-    def wanted(self) -> float | None:
-        """The share of the ideal that holds; None where none was named."""
+    def required(self) -> float | None:
+        """Required share of the ideal, or None without a requirement."""
         if self.rows >= LARGE:
             return 0.9
         if self.train:
@@ -55,11 +55,11 @@ class Point:
 
 
 class Servers:
-    """Server and client of torchweft, and of the peer where there is one. ``why`` not, otherwise."""
+    """Servers and clients of torchweft, of bare gRPC and of the peer. ``why`` is the reason for a missing peer."""
 
     def __init__(self, stack: ExitStack, width: int, with_peer: bool) -> None:
-        given = {"experts": [[UID, width, 0, "float32"]], "keep": KEEP}
-        server = stack.enter_context(Helper("torchweft_server", given, python=sys.executable))
+        options = {"experts": [[UID, width, 0, "float32"]], "keep": KEEP}
+        server = stack.enter_context(Helper("torchweft_server", options, python=sys.executable))
         self.client = stack.enter_context(
             Helper("torchweft_client", {"uid": UID, "width": width}, python=sys.executable)
         )
@@ -69,45 +69,45 @@ class Servers:
         self.bare = stack.enter_context(Helper("bare_client", {"width": width}, python=sys.executable))
         self.bare.hear()
         self.bare.ask(bare.hear())
-        self.width, self.why = width, "not asked for"
+        self.width, self.why = width, "not requested"
         self.peer: Helper | None = None
         helpers = [server, self.client, bare, self.bare]
         if with_peer:
             try:
                 progress(f"starting {peer.NAME}")
-                there, self.peer = peer.start(stack, UID, width)
-                helpers += [there, self.peer]
-                _same_work(self.peer, width)
+                peer_server, self.peer = peer.start(stack, UID, width)
+                helpers += [peer_server, self.peer]
+                _check_outputs(self.peer, width)
             except (peer.NoPeer, HelperLost) as fault:
                 self.lose(fault)
-        _same_work(self.client, width)
-        self.processes = [number for each in helpers for number in each.processes]
+        _check_outputs(self.client, width)
+        self.processes = [process for helper in helpers for process in helper.processes]
 
     def lose(self, fault: Exception) -> None:
-        """Go on without the peer."""
+        """Continue without the peer."""
         self.peer, self.why = None, str(fault)
-        progress(f"{peer.NAME} is left out: {fault}")
+        progress(f"{peer.NAME} is omitted: {fault}")
 
     def race(self, point: Point, seconds: float, rounds: int) -> Race:
-        """Ideal, torchweft and the peer in turns; without the peer from where it fails."""
-        found: dict[str, Lap] = {
+        """Race all candidates. If the peer fails, repeat the race without it."""
+        candidates: dict[str, Lap] = {
             IDEAL: ideal(self.width, point.callers * point.rows, point.train),
-            WEFT: _asked(self.client, point, keep=False),
-            BARE: _asked(self.bare, point, keep=False),
+            WEFT: _laps(self.client, point, keep=False),
+            BARE: _laps(self.bare, point, keep=False),
         }
         if point.train:
-            found[KEPT] = _asked(self.client, point, keep=True)
+            candidates[KEPT] = _laps(self.client, point, keep=True)
         if self.peer is not None:
             try:
-                return laps({**found, PEER: _asked(self.peer, point, keep=False)}, seconds, rounds, self.processes)
+                return laps({**candidates, PEER: _laps(self.peer, point, keep=False)}, seconds, rounds, self.processes)
             except HelperLost as fault:
                 self.lose(fault)
-        return laps(found, seconds, rounds, self.processes)
+        return laps(candidates, seconds, rounds, self.processes)
 
 
 def run(quick: bool) -> Table:
-    """Shares of the ideal, and times the peer."""
-    points = [Point(*each, train) for train, each in product((False, True), ((1, 1), (2, 1)) if quick else CALLERS)]
+    """Shares of the ideal, and speed relative to the peer."""
+    points = [Point(*size, train) for train, size in product((False, True), ((1, 1), (2, 1)) if quick else CALLERS)]
     rows: list[Row] = []
     notes = ["  shares are of the ideal, in calls per second; callers are threads of one process with one connection"]
     for width in (32,) if quick else WIDTHS:
@@ -119,24 +119,24 @@ def run(quick: bool) -> Table:
                 rows.append(_row(width, point, race))
             if servers.peer is None:
                 notes.append(f"  {peer.NAME} at width {width}: {servers.why}")
-    return Table("an ffn expert with Adam over gRPC, beside the same module in this process", rows, notes)
+    return Table("an ffn expert with Adam over gRPC, compared with the same module in this process", rows, notes)
 
 
-def _asked(client: Helper, point: Point, *, keep: bool) -> Lap:
+def _laps(client: Helper, point: Point, *, keep: bool) -> Lap:
     def lap(seconds: float) -> float:
-        word = {"callers": point.callers, "rows": point.rows, "train": point.train, "keep": keep, "seconds": seconds}
-        return point.callers / client.ask(word, seconds)["rate"]
+        job = {"callers": point.callers, "rows": point.rows, "train": point.train, "keep": keep, "seconds": seconds}
+        return point.callers / client.ask(job, seconds)["rate"]
 
     return lap
 
 
-def _same_work(client: Helper, width: int) -> None:
-    """Before anybody has trained. Raises RuntimeError if the outputs are not those of the ideal."""
+def _check_outputs(client: Helper, width: int) -> None:
+    """Raise RuntimeError if outputs differ from those of the ideal. Must run before any training."""
     x = torch.linspace(-1, 1, 2 * width).reshape(2, width)
-    seen = torch.tensor(client.ask({"inputs": x.tolist()})["outputs"])
-    apart = float((seen - feed_forward(width)(x)).detach().abs().max())
-    if not apart <= TOLERANCE:
-        raise RuntimeError(f"{client.name} does not do the same work: outputs are apart by {apart:.1g}")
+    outputs = torch.tensor(client.ask({"inputs": x.tolist()})["outputs"])
+    difference = float((outputs - feed_forward(width)(x)).detach().abs().max())
+    if not difference <= TOLERANCE:
+        raise RuntimeError(f"{client.name} does not do the same work: outputs differ by {difference:.1g}")
 
 
 def _kind(point: Point) -> str:
@@ -153,18 +153,18 @@ def _row(width: int, point: Point, race: Race) -> Row:
         "ideal ms": f"{race.median(IDEAL) * 1e3:.3f}",
         **{name: f"{shares[name]:.2f}" if name in shares else "" for name in (WEFT, KEPT, BARE, PEER)},
     }
-    times = race.ratio(PEER, best) if PEER in shares else None
-    row |= {} if times is None else {"times hivemind": f"{times:.1f}"}
-    return row | _judged(point, shares[best], times) | {"rounds": race.note()}
+    speedup = race.ratio(PEER, best) if PEER in shares else None
+    row |= {} if speedup is None else {"times hivemind": f"{speedup:.1f}"}
+    return row | _judged(point, shares[best], speedup) | {"rounds": race.note()}
 
 
-def _judged(point: Point, share: float, times: float | None) -> Row:
-    wants: list[tuple[str, bool]] = []
-    if point.wanted is not None:
-        wants.append((f">= {point.wanted:g}", share >= point.wanted))
-    if point.rows == 1 and times is not None:
-        wants.append((f"{TIMES:g} x hivemind", times >= TIMES))
-    if not wants:
+def _judged(point: Point, share: float, speedup: float | None) -> Row:
+    conditions: list[tuple[str, bool]] = []
+    if point.required is not None:
+        conditions.append((f">= {point.required:g}", share >= point.required))
+    if point.rows == 1 and speedup is not None:
+        conditions.append((f"{SPEEDUP:g} x hivemind", speedup >= SPEEDUP))
+    if not conditions:
         return {}
-    holds = all(each for _, each in wants)
-    return {"wanted": ", ".join(text for text, _ in wants), "verdict": "holds" if holds else "falls short"}
+    holds = all(met for _, met in conditions)
+    return {"required": ", ".join(text for text, _ in conditions), "verdict": "holds" if holds else "falls short"}

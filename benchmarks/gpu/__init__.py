@@ -1,9 +1,9 @@
-"""Everything that can be asked of torchweft on a GPU, in one command of at most eight minutes.
+"""Checks, tests and measurements of torchweft on a GPU, in one command of at most eight minutes.
 
-command.py   the command line, the deadlines of the sections, the report
-jobs.py      subprocesses with deadlines: a crash or hang of one does not end the others
-checks.py    laws that must hold on one or two GPUs, each a function
-speed.py     memory and time against plain PyTorch
+command.py   command line, deadlines of the sections, report
+jobs.py      subprocesses with deadlines, so that a crash or hang does not affect other jobs
+checks.py    laws that must hold on one or two GPUs
+speed.py     memory and time compared with plain PyTorch
 
-Nothing here needs more packages than torch. Without the extra `experts`, calls through gRPC are left out.
+Only torch is required. Without the extra `experts`, calls over gRPC are omitted.
 """

@@ -1,9 +1,9 @@
-"""Laws that must hold on one GPU or two. Each is a function of the places of two stages; it raises where it fails.
+"""Laws that must hold on one or two GPUs. Each is a function of the devices of two stages that raises on failure.
 
     python -m benchmarks.gpu.checks NAME cuda:0 cuda:1     runs one, in this process
 
-With one GPU both places are ``cuda:0``: the stages then have different streams of one device. With ``cpu cpu`` the
-functions are rehearsed. Values and gradients are compared with those of plain modules on the CPU, in float64.
+With one GPU both places are ``cuda:0``, so that the stages have different streams of one device. ``cpu cpu`` shows that
+the functions run. Values and gradients are compared with those of plain modules on the CPU in float64.
 """
 
 import copy
@@ -25,8 +25,7 @@ from torchweft.errors import UsageError
 
 Places = tuple[str, str]
 Check = Callable[[Places], None]
-SLEEP = 5_000_000
-"""Cycles that a kernel sleeps: some milliseconds."""
+SLEEP = 5_000_000  # cycles of a sleeping kernel: several milliseconds
 
 
 class Skipped(Exception):
@@ -34,7 +33,7 @@ class Skipped(Exception):
 
 
 class SlowBackward(torch.autograd.Function):
-    """Identity whose backward sleeps on the GPU first."""
+    """Identity whose backward first sleeps on the GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -47,36 +46,35 @@ class SlowBackward(torch.autograd.Function):
 
 
 def sleep(tensor: Tensor) -> None:
-    """Keep the current stream of the tensor's GPU busy."""
+    """Delay the current stream of the tensor's GPU."""
     if tensor.is_cuda:
         with torch.cuda.device(tensor.device):
             torch.cuda._sleep(SLEEP)
 
 
 def synchronize(places: Places) -> None:
-    """Wait for all work of these GPUs."""
     for place in {place for place in places if place != "cpu"}:
         torch.cuda.synchronize(place)
 
 
 def layers() -> nn.Sequential:
-    """A model for two stages, of layers 0 to 1 and 2 to 4."""
+    """Model for two stages: layers 0 to 1 and 2 to 4."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)).double()
 
 
 def floats(step: int, *shape: int) -> Tensor:
-    """Random numbers that depend on the step alone, float64."""
+    """Random float64 numbers, seeded by the step."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
-def assert_close(seen: Tensor, wanted: Tensor, tolerance: float, name: str) -> None:
-    """Equal to rounding, on the CPU."""
-    seen = seen.detach().cpu()
-    seen = (seen.to_dense() if seen.layout != torch.strided else seen).double()
-    wanted = wanted.to_dense() if wanted.layout != torch.strided else wanted
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
+    """Compare on the CPU, in float64."""
+    actual = actual.detach().cpu()
+    actual = (actual.to_dense() if actual.layout != torch.strided else actual).double()
+    expected = expected.to_dense() if expected.layout != torch.strided else expected
     torch.testing.assert_close(
-        seen, wanted.detach().double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}"
+        actual, expected.detach().double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}"
     )
 
 
@@ -89,28 +87,28 @@ def assert_trains_as_on_the_cpu(
     steps: int = 4,
     tolerance: float = 1e-9,
 ) -> None:
-    """Some steps of SGD with `wrap(make())`, whose input is given at `place`, and with `make()` on the CPU."""
+    """Compare SGD steps of `wrap(make())`, whose inputs are on `place`, with those of `make()` on the CPU."""
     plain, model = make(), make()
     trained = wrap(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (plain, model)]
     for step in range(steps):
         x = draw(step)
         values = []
-        for each, given in ((plain, x), (trained, x.to(place))):
-            value = each(given).square().mean()
+        for module, inputs in ((plain, x), (trained, x.to(place))):
+            value = module(inputs).square().mean()
             value.backward()
             values.append(value)
         assert_close(values[1], values[0], tolerance, f"the loss of step {step}")
-        for (name, wanted), seen in zip(plain.named_parameters(), model.parameters(), strict=True):
-            assert wanted.grad is not None and seen.grad is not None, f"step {step}: {name} has no gradient"
-            assert_close(seen.grad, wanted.grad, tolerance, f"step {step}, gradient of {name}")
+        for (name, expected), actual in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert expected.grad is not None and actual.grad is not None, f"step {step}: {name} has no gradient"
+            assert_close(actual.grad, expected.grad, tolerance, f"step {step}, gradient of {name}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
 def piped(places: Places, **options: Any) -> Callable[[nn.Module], nn.Module]:
-    """Put a model into a pipe over these places, four micro-batches unless said otherwise."""
+    """Function that puts a model into a pipe over these places, by default with four micro-batches."""
     return lambda model: weft.Pipe(model, **{"chunks": 4, "devices": list(places), **options})
 
 
@@ -118,20 +116,18 @@ def piped(places: Places, **options: Any) -> Callable[[nn.Module], nn.Module]:
 
 
 def gradients_without_stream_warnings(places: Places) -> None:
-    """Gradients are those of the CPU under every executor, and PyTorch does not warn of their streams."""
+    """Gradients equal those of the CPU with every executor, and PyTorch does not warn about their streams."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for executor in ("serial", "threads", "graph", "auto"):
             for checkpoint in ("never", "always"):
                 wrap = piped(places, balance=[2, 3], executor=executor, checkpoint=checkpoint)
                 assert_trains_as_on_the_cpu(layers, places[0], wrap, steps=2)
-    found = {str(each.message) for each in caught if "AccumulateGrad" in str(each.message)}
-    assert not found, f"PyTorch warns: {found}"
+    messages = {str(warning.message) for warning in caught if "AccumulateGrad" in str(warning.message)}
+    assert not messages, f"PyTorch warns: {messages}"
 
 
 class TwoBlocks(nn.Module):
-    """A model that is not a sequence."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -143,22 +139,18 @@ class TwoBlocks(nn.Module):
 
 
 def split_before_cuda_starts(places: Places) -> None:
-    """A split pipe and one without parameters can be made and run before CUDA was initialised."""
+    """A split pipe, and one without parameters, can be made and run before CUDA is initialised."""
     assert not torch.cuda.is_initialized(), "CUDA is initialised already"
     assert_trains_as_on_the_cpu(TwoBlocks, places[0], piped(places, split=["b"], chunks=2))
     x = floats(0, 6, 4)
-    seen = weft.Pipe(nn.Sequential(nn.ReLU(), nn.Tanh()), chunks=2, devices=list(places), balance=[1, 1])(
-        x.to(places[0])
-    )
-    assert_close(seen, torch.tanh(torch.relu(x)), 1e-12, "a pipe without parameters")
+    pipe = weft.Pipe(nn.Sequential(nn.ReLU(), nn.Tanh()), chunks=2, devices=list(places), balance=[1, 1])
+    assert_close(pipe(x.to(places[0])), torch.tanh(torch.relu(x)), 1e-12, "a pipe without parameters")
 
 
 # -- 3, 4, 5: recorded chunks of recurrent networks -----------------------------------------------------------------
 
 
-class Outputs(nn.Module):
-    """The outputs of a recurrent network."""
-
+class RecurrentOutputs(nn.Module):
     def __init__(self, cell: nn.Module, backend: Any) -> None:
         super().__init__()
         self.net = weft.Recurrent(cell, backend=backend)
@@ -167,22 +159,21 @@ class Outputs(nn.Module):
         return self.net(x).outputs
 
 
-def gru(backend: Any, seed: int = 0, width: int = 16, hidden: int = 16) -> Outputs:
-    """A GRU, float64."""
+def gru(backend: Any, seed: int = 0, width: int = 16, hidden: int = 16) -> RecurrentOutputs:
     torch.manual_seed(seed)
-    return Outputs(nn.GRUCell(width, hidden).double(), backend)
+    return RecurrentOutputs(nn.GRUCell(width, hidden).double(), backend)
 
 
 def with_backend(model: nn.Module, backend: Any) -> nn.Module:
-    """The model itself, with this backend in all its recurrent networks."""
+    """Set the backend of all recurrent networks in the model, and return the model."""
     for module in model.modules():
-        if isinstance(module, Outputs):
+        if isinstance(module, RecurrentOutputs):
             module.net = weft.Recurrent(module.net.cell, backend=backend)
     return model
 
 
 def assert_recorded(net: weft.Recurrent, places: Places) -> None:
-    """On a GPU, the chunks of the network were recorded."""
+    """Check that the chunks of the network were recorded, on a GPU."""
     print(net.why())
     if places[0] != "cpu":
         lines = [line for line in net.explain().splitlines() if "launched" in line or "because" in line]
@@ -190,7 +181,7 @@ def assert_recorded(net: weft.Recurrent, places: Places) -> None:
 
 
 def two_recorded_networks(places: Places) -> None:
-    """A network recorded on the first GPU and then one on the second have the numbers of the eager loop."""
+    """Networks recorded on the first and then on the second GPU have the values of the eager loop."""
     for place in places:
         nets: list[weft.Recurrent] = []
 
@@ -208,21 +199,21 @@ def two_recorded_networks(places: Places) -> None:
 
 
 def recorded_network_shared_by_threads(places: Places) -> None:
-    """Four threads that share a recorded network get the results of their own inputs."""
+    """Four threads that share a recorded network each get the results of their own inputs."""
     place, plain = places[0], gru("eager")
     shared = with_backend(copy.deepcopy(plain).to(place), "inductor")
     inputs = [floats(number, 12, 4, 16) for number in range(4)]
     wrong, errors = [0] * len(inputs), list[BaseException]()
     with torch.no_grad():
-        wanted = [plain(x).to(place) for x in inputs]
-        given = [x.to(place) for x in inputs]
-        shared(given[0])
+        expected = [plain(x).to(place) for x in inputs]
+        on_device = [x.to(place) for x in inputs]
+        shared(on_device[0])
 
     def call_often(number: int) -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(place)) if place != "cpu" else nullcontext():
                 for _ in range(150):
-                    wrong[number] += not torch.allclose(shared(given[number]), wanted[number], atol=1e-9)
+                    wrong[number] += not torch.allclose(shared(on_device[number]), expected[number], atol=1e-9)
         except BaseException as error:
             errors.append(error)
 
@@ -233,11 +224,11 @@ def recorded_network_shared_by_threads(places: Places) -> None:
     for thread in threads:
         thread.join()
     assert_recorded(shared.net, places)
-    assert not errors and not any(wrong), f"wrong results of 150 per thread: {wrong}; errors: {errors}"
+    assert not errors and not any(wrong), f"wrong results per thread, of 150: {wrong}; errors: {errors}"
 
 
 def pipe_of_recorded_networks(places: Places) -> None:
-    """A pipe of two recorded networks in threads trains as on the CPU; with dropout between them, as in one thread."""
+    """A threaded pipe of two recorded networks trains as on the CPU, and with dropout as in one thread."""
 
     def make() -> nn.Module:
         return nn.Sequential(gru("eager", 0), gru("eager", 1))
@@ -249,7 +240,7 @@ def pipe_of_recorded_networks(places: Places) -> None:
         return piped(places, balance=[1, 1], executor="threads", chunks=2, batch_dim=1)(with_backend(model, "inductor"))
 
     assert_trains_as_on_the_cpu(make, places[0], wrap, draw, steps=3)
-    found: dict[str, list[Tensor]] = {}
+    gradients: dict[str, list[Tensor]] = {}
     for executor in ("serial", "threads"):
         one, other = gru("inductor", 0), gru("inductor", 1)
         model = nn.Sequential(one, nn.Dropout(0.5), other)
@@ -258,54 +249,54 @@ def pipe_of_recorded_networks(places: Places) -> None:
         for step in range(3):
             torch.manual_seed(step)
             pipe(draw(step).to(places[0])).square().mean().backward()
-        found[executor] = [each.grad.cpu() for each in model.parameters() if each.grad is not None]
+        gradients[executor] = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
         assert_recorded(one.net, places)
         assert_recorded(other.net, places)
-    assert len(found["serial"]) == 8
-    for number, (wanted, seen) in enumerate(zip(found["serial"], found["threads"], strict=True)):
-        assert_close(seen, wanted, 1e-9, f"with dropout, gradient {number}")
+    assert len(gradients["serial"]) == 8
+    for number, (expected, actual) in enumerate(zip(gradients["serial"], gradients["threads"], strict=True)):
+        assert_close(actual, expected, 1e-9, f"with dropout, gradient {number}")
 
 
 # -- 6, 7, 9, 10: values and gradients that move --------------------------------------------------------------------
 
 
-class LateMean(nn.Module):
-    """A mean, whose gradient is an expanded tensor that is computed late."""
+class SlowMean(nn.Module):
+    """Mean whose gradient is an expanded tensor that is computed with a delay."""
 
     def forward(self, x: Tensor) -> Tensor:
         return SlowBackward.apply(x.mean(1))
 
 
 def strided_gradients_arrive(places: Places) -> None:
-    """An expanded gradient that is computed late arrives whole at the stage before, for 50 steps."""
+    """A delayed, expanded gradient arrives complete at the previous stage, for 50 steps."""
     if torch.cuda.device_count() > 1:
         print("peer access:", torch.cuda.can_device_access_peer(0, 1))
 
     def make() -> nn.Module:
-        return nn.Sequential(layers(), LateMean())
+        return nn.Sequential(layers(), SlowMean())
 
     for executor in ("threads", "serial"):
         wrap = piped(places, balance=[1, 1], executor=executor)
         assert_trains_as_on_the_cpu(make, places[0], wrap, steps=50 if executor == "threads" else 5)
 
 
-class Keeper(nn.Module):
-    """Keeps a tensor that depends on its input."""
+class StoringLayer(nn.Module):
+    """Stores a tensor that depends on its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept = x * 1
+        self.stored = x * 1
         return x * 1
 
 
 def tensor_kept_by_a_layer(places: Places) -> None:
-    """A loss that reads a tensor which a layer kept has the true gradient, or an error; never a smaller gradient."""
+    """A loss that reads a tensor stored by a layer has the full gradient or raises, never a partial gradient."""
     torch.manual_seed(0)
-    keeper = Keeper()
-    model = nn.Sequential(nn.Linear(3, 3), keeper)
+    layer = StoringLayer()
+    model = nn.Sequential(nn.Linear(3, 3), layer)
     pipe = weft.Pipe(model, chunks=1, devices=list(places), balance=[1, 1], executor="serial")
     output = pipe(torch.ones(2, 3, device=places[0]))
     try:
-        (output.sum() + keeper.kept.to(output.device).sum()).backward()
+        (output.sum() + layer.stored.to(output.device).sum()).backward()
     except UsageError as error:
         print(f"raises {error}"[:200])
     else:
@@ -313,7 +304,7 @@ def tensor_kept_by_a_layer(places: Places) -> None:
 
 
 def sparse_gradients(places: Places) -> None:
-    """Sparse gradients of an embedding are those of the CPU, with both stages on the first GPU, in threads."""
+    """Sparse gradients of an embedding equal those of the CPU, with both stages on the first GPU, in threads."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -327,24 +318,24 @@ def sparse_gradients(places: Places) -> None:
 
 
 def graph_over_places(places: Places) -> None:
-    """The executor "graph" moves values between places; gradients of gradients are those of the CPU."""
+    """The executor "graph" moves values between places, and second derivatives equal those of the CPU."""
     assert_trains_as_on_the_cpu(layers, places[0], piped(places, balance=[2, 3], executor="graph"))
     plain, model, x = layers(), layers(), floats(0, 8, 64)
     pipe = piped(places, balance=[2, 3], executor="graph")(model)
-    found: list[Tensor] = []
-    for each, given in ((plain, x), (pipe, x.to(places[0]))):
-        leaf = given.clone().requires_grad_()
-        (first,) = torch.autograd.grad(each(leaf).square().sum(), leaf, create_graph=True)
+    gradients: list[Tensor] = []
+    for module, inputs in ((plain, x), (pipe, x.to(places[0]))):
+        leaf = inputs.clone().requires_grad_()
+        (first,) = torch.autograd.grad(module(leaf).square().sum(), leaf, create_graph=True)
         first.square().sum().backward()
-        found.append(leaf.grad)
-    assert_close(found[1], found[0], 1e-8, "the gradient of a gradient")
+        gradients.append(leaf.grad)
+    assert_close(gradients[1], gradients[0], 1e-8, "the gradient of a gradient")
 
 
 # -- 8: reduced precision -------------------------------------------------------------------------------------------
 
 
 def pipe_with_tf32(places: Places) -> None:
-    """With ``fp32_precision = "tf32"`` a pipe trains, as far from the CPU as TF32 rounds."""
+    """With ``fp32_precision = "tf32"`` a pipe trains as on the CPU, up to the rounding of TF32."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
     def make() -> nn.Module:
@@ -357,8 +348,6 @@ def pipe_with_tf32(places: Places) -> None:
 
 
 class ConvCell(nn.Module):
-    """A convolutional cell."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(6, 3, 3, padding=1)
@@ -372,20 +361,20 @@ class ConvCell(nn.Module):
 
 
 def plans_with_tf32(places: Places) -> None:
-    """With TF32 allowed, a GRU with one row and a convolutional cell have plans, and numbers as near as TF32 rounds."""
+    """With TF32, a GRU with one row and a convolutional cell have plans, and correct values up to rounding."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     warnings.simplefilter("error", weft.recurrent.NoPlanWarning)
     for make, shape in ((lambda: nn.GRUCell(32, 64), (20, 1, 32)), (ConvCell, (20, 2, 3, 8, 8))):
         torch.manual_seed(0)
-        plain = Outputs(make(), "eager").double()
+        plain = RecurrentOutputs(make(), "eager").double()
         for backend in ("python", "inductor"):
             net = with_backend(copy.deepcopy(plain).float().to(places[0]), backend)
             x = floats(0, *shape)
-            seen, wanted = net(x.float().to(places[0])), plain(x)
-            seen.square().sum().backward()
+            actual, expected = net(x.float().to(places[0])), plain(x)
+            actual.square().sum().backward()
             plain.zero_grad()
-            wanted.square().sum().backward()
-            assert_close(seen, wanted, 1e-2, f"outputs by {backend}")
+            expected.square().sum().backward()
+            assert_close(actual, expected, 1e-2, f"outputs by {backend}")
             for (name, one), other in zip(plain.named_parameters(), net.parameters(), strict=True):
                 scale = one.grad.abs().max()
                 assert_close(
@@ -400,8 +389,8 @@ def plans_with_tf32(places: Places) -> None:
 def peak_memory(
     places: Places, chunks: int, checkpoint: Any, autocast: bool, executor: str = "threads", rows: int = 4096
 ) -> tuple[int, int]:
-    """Bytes of active blocks, at most, and of allocated tensors, in the third step of a pipe of four stages."""
-    # cuBLAS keeps 32 MiB for every stream of an H200. A new pipe has new streams, so the workspaces would add up.
+    """Peak bytes of active blocks and of allocated tensors in the third step of a pipe of four stages."""
+    # cuBLAS keeps a workspace of 32 MiB per stream on an H200. Every pipe has new streams, so they would add up.
     clear_workspaces: Any = torch._C._cuda_clearCublasWorkspaces
     clear_workspaces()
     torch.manual_seed(0)
@@ -425,12 +414,12 @@ def peak_memory(
         loss.backward()
         pipe.zero_grad()
     synchronize(places)
-    found = torch.cuda.memory_stats(places[0])
-    return found["active_bytes.all.peak"], found["allocated_bytes.all.peak"]
+    statistics = torch.cuda.memory_stats(places[0])
+    return statistics["active_bytes.all.peak"], statistics["allocated_bytes.all.peak"]
 
 
 def memory_does_not_grow_with_micro_batches(places: Places) -> None:
-    """16 micro-batches take at most 1.25 times the memory of one; with recomputation and autocast, 1.1 times."""
+    """16 micro-batches take at most 1.25 times the memory of one, with recomputation 1.1 times."""
     if places[0] == "cpu":
         raise Skipped("memory is measured on a GPU")
     faults: list[str] = []
@@ -445,19 +434,19 @@ def memory_does_not_grow_with_micro_batches(places: Places) -> None:
 # -- 12: streams of the caller --------------------------------------------------------------------------------------
 
 
-class LateBackward(nn.Module):
-    """Identity whose backward is late."""
+class SlowIdentity(nn.Module):
+    """Identity with a slow backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return SlowBackward.apply(x)
 
 
 def caller_on_own_stream(places: Places) -> None:
-    """If the caller made a stream of the output's device current, steps of an optimizer see whole gradients."""
+    """If the caller makes another stream of the output's device current, optimizer steps see complete gradients."""
 
     def make() -> nn.Module:
-        whole = layers()
-        return nn.Sequential(whole[0], whole[1], LateBackward(), whole[2], LateBackward(), whole[3], whole[4])
+        model = layers()
+        return nn.Sequential(model[0], model[1], SlowIdentity(), model[2], SlowIdentity(), model[3], model[4])
 
     stream = torch.cuda.stream(torch.cuda.Stream(places[1])) if places[1] != "cpu" else nullcontext()
     with stream:
@@ -470,7 +459,7 @@ def caller_on_own_stream(places: Places) -> None:
 
 
 class Tally(nn.Module):
-    """Adds up its inputs: lost additions show, and their order does not."""
+    """Sums its inputs in a buffer, so that lost additions are detected in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,28 +473,28 @@ class Tally(nn.Module):
 
 
 def buffers_shared_by_stages(places: Places) -> None:
-    """A module that is in two stages of one GPU loses no write to its buffers in 200 steps."""
-    found: dict[str, Tally] = {}
+    """A module in two stages of one GPU loses no write to its buffers in 200 steps."""
+    tallies: dict[str, Tally] = {}
     for executor in ("serial", "threads"):
-        tally = found[executor] = Tally()
+        tally = tallies[executor] = Tally()
         model = nn.Sequential(tally, nn.Tanh(), tally)
         pipe = piped((places[0], places[0]), balance=[2, 1], executor=executor)(model)
         with torch.no_grad():
             for step in range(200):
                 pipe(floats(step, 8, 64).to(places[0]))
-    assert found["threads"].count.item() == found["serial"].count.item() == 200 * 4 * 2
-    assert_close(found["threads"].total, found["serial"].total.cpu(), 1e-9, "the sum")
+    assert tallies["threads"].count.item() == tallies["serial"].count.item() == 200 * 4 * 2
+    assert_close(tallies["threads"].total, tallies["serial"].total.cpu(), 1e-9, "the sum")
 
 
-class Fails(nn.Module):
-    """Raises at once, while the stage before is still at work on the GPU."""
+class FailingLayer(nn.Module):
+    """Raises while the previous stage still runs on the GPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        raise ArithmeticError("asked for")
+        raise ArithmeticError("expected")
 
 
-class Sleeps(nn.Module):
-    """Identity that is late."""
+class SlowForward(nn.Module):
+    """Identity with a slow forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         sleep(x)
@@ -513,10 +502,10 @@ class Sleeps(nn.Module):
 
 
 def buffers_after_a_failure(places: Places) -> None:
-    """After a step that raised, the caller reads buffers as all work that was launched has left them."""
+    """After a step has raised, the caller reads buffers with all writes of launched work."""
     for _ in range(5):
         norm = nn.BatchNorm1d(64).double()
-        model = nn.Sequential(Sleeps(), norm, Fails())
+        model = nn.Sequential(SlowForward(), norm, FailingLayer())
         pipe = piped(places, balance=[2, 1], executor="threads")(model)
         try:
             pipe(floats(0, 32, 64).to(places[0]))
@@ -533,22 +522,20 @@ def buffers_after_a_failure(places: Places) -> None:
 
 
 def device_tests_under_the_sanitizer(places: Places) -> None:
-    """PyTorch's CUDA sanitizer finds no race in the tests of places."""
+    """PyTorch's CUDA sanitizer finds no race in the tests of stage devices."""
     if places[0] == "cpu":
         raise Skipped("the sanitizer watches a GPU")
-    for package in ("pytest", "pytest_timeout", "hypothesis", "beartype", "jaxtyping"):
+    for package in ("pytest", "pytest_timeout", "hypothesis", "beartype"):
         if importlib.util.find_spec(package) is None:
             raise Skipped(f"the tests need {package}")
     argv = ["-m", "pytest", "-q", "-m", "cuda", "-x", "-p", "no:cacheprovider", "tests/pipeline/test_device.py"]
-    argv += ["-k", "gradients_on_cuda or share or streams_of_its_own"]  # it is slow, and fails for sparse tensors
+    argv += ["-k", "gradients_on_cuda or share or streams_of_its_own"]  # slow, and fails for sparse tensors
     outcome = run_job(argv, 80.0, TORCH_CUDA_SANITIZER="1")
     print(outcome.output[-4000:])
     assert outcome.code == 0, f"pytest ended with {outcome.code}"
 
 
 class Tied(nn.Module):
-    """A model whose first and last blocks share a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -572,9 +559,9 @@ def tied_weights_of_a_split_model(places: Places) -> None:
 
 
 CHECKS: dict[str, Check] = {
-    each.__name__: each
-    for each in (
-        device_tests_under_the_sanitizer,  # long ones first, because some run at a time
+    check.__name__: check
+    for check in (
+        device_tests_under_the_sanitizer,  # long ones first, because several checks run at a time
         two_recorded_networks,
         pipe_of_recorded_networks,
         plans_with_tf32,
@@ -600,7 +587,7 @@ def main(name: str, first: str, second: str) -> int:
     begun = time.perf_counter()
     try:
         CHECKS[name]((first, second))
-        synchronize((first, second))  # asynchronous errors belong to this check
+        synchronize((first, second))  # raises asynchronous errors of this check
     except Skipped as reason:
         print(reason)
         return SKIPPED

@@ -1,14 +1,14 @@
-"""The command line of the questions to a GPU.
+"""Command line of the checks and measurements on a GPU.
 
     python -m benchmarks gpu                      everything, in at most eight minutes
     python -m benchmarks gpu --section checks     laws on one or two GPUs, each in its own process, four at a time
     python -m benchmarks gpu --section tests      the tests marked `cuda`
-    python -m benchmarks gpu --section speed      memory and time beside plain PyTorch
+    python -m benchmarks gpu --section speed      memory and time compared with plain PyTorch
     python -m benchmarks gpu NAME ...             single checks or measurements
     python -m benchmarks gpu --write FOLDER       also writes the report to FOLDER/DATE-gpu.md
     python -m benchmarks gpu --rehearse           on the CPU: shows that the checks run, measures nothing
 
-Needs PyTorch with CUDA and no network. The tests need pytest, pytest-timeout, hypothesis, beartype and jaxtyping.
+Needs PyTorch with CUDA and no network. The tests need pytest, pytest-timeout, hypothesis and beartype.
 """
 
 import argparse
@@ -33,28 +33,28 @@ from benchmarks.table import Row, Table
 
 SECTIONS = ("checks", "tests", "speed")
 CHECKS_END, TESTS_END, ALL_END = 190.0, 140.0, 470.0
-"""Seconds: of the checks, of the tests, of all together."""
+"""Time limits in seconds: of the checks, of the tests, of everything."""
 CHECK_END, TOGETHER = 120.0, 4
 FOR_EXPERTS = ("cryptography", "grpc_health", "grpc_reflection", "pydantic", "starlette", "uvicorn")
-"""Packages without which the tests of experts cannot be collected."""
+"""Packages required to collect the tests of experts."""
 
 
 def first_sentence(text: str | None) -> str:
-    """The sentence of a docstring that states the law."""
+    """First sentence of a docstring, which states the law."""
     return " ".join((text or "").split()).partition(". ")[0].rstrip(".")
 
 
 def run_checks(names: Sequence[str], places: Places, end: float) -> Table:
-    """All checks by these names, some at a time; a line for each as it ends."""
-    alike = places[0] == places[1] and places[0] != "cpu"
+    """Run checks, several at a time, and print a line when each one ends."""
+    same_gpu = places[0] == places[1] and places[0] != "cpu"
 
     def run(name: str) -> Outcome:
         seconds = min(CHECK_END, end - time.monotonic())
         outcome = run_job(["-m", "benchmarks.gpu.checks", name, *places], seconds)
-        words = f"both places on {places[0]}" if alike else ""
+        details = f"both stages on {places[0]}" if same_gpu else ""
         if outcome.verdict != "ok":
-            words = outcome.last_lines()
-        print(f"{name}: {outcome.verdict} {words} ({outcome.seconds:.0f} s)", flush=True)
+            details = outcome.last_lines()
+        print(f"{name}: {outcome.verdict} {details} ({outcome.seconds:.0f} s)", flush=True)
         return outcome
 
     with ThreadPoolExecutor(TOGETHER if places[0] != "cpu" else 1) as pool:
@@ -66,26 +66,26 @@ def run_checks(names: Sequence[str], places: Places, end: float) -> Table:
         rows.append(
             {"check": name, "verdict": outcome.verdict, "seconds": f"{outcome.seconds:.0f}", "law": law, "why": short}
         )
-    failures = [f"{name}:\n{each.last_lines(25)}\n" for name, each in outcomes.items() if each.verdict == "FAILED"]
-    return Table(f"checks, with the places {places[0]} and {places[1]}", rows, failures)
+    failures = [f"{name}:\n{job.last_lines(25)}\n" for name, job in outcomes.items() if job.verdict == "FAILED"]
+    return Table(f"checks, with stages on {places[0]} and {places[1]}", rows, failures)
 
 
 def test_files() -> tuple[list[str], list[str]]:
-    """The files of tests with tests marked `cuda`, and words about those that cannot be collected here."""
-    found = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text("utf-8"))
-    names = [str(path.relative_to(ROOT)) for path in found]
+    """Files with tests marked `cuda`, and a note about those that cannot be collected here."""
+    paths = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text("utf-8"))
+    names = [str(path.relative_to(ROOT)) for path in paths]
     if missing := [name for name in FOR_EXPERTS if find_spec(name) is None]:
         names = [name for name in names if not name.startswith("tests/experts/")]
-        return names, [f"  without the tests of experts, which need {', '.join(missing)}"]
+        return names, [f"  tests of experts omitted, because they need {', '.join(missing)}"]
     return names, []
 
 
 def run_tests(end: float) -> Table:
-    """The tests marked `cuda`, in several processes where pytest-xdist is there."""
+    """Run the tests marked `cuda`, in several processes if pytest-xdist is installed."""
     files, notes = test_files()
     argv = ["-m", "pytest", "-m", "cuda", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", *files]
     if find_spec("xdist"):
-        argv += ["-n", "4", "--dist", "loadfile", "-p", "no:benchmark"]  # which warns of several processes
+        argv += ["-n", "4", "--dist", "loadfile", "-p", "no:benchmark"]  # pytest-benchmark warns about xdist
     outcome = run_job(argv, min(TESTS_END, end - time.monotonic()))
     lines = outcome.output.splitlines()
     rows = [{"failed": line[:220]} for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -96,7 +96,7 @@ def run_tests(end: float) -> Table:
 
 
 def run_speed(names: Sequence[str], place: str, end: float) -> Iterator[Table]:
-    """One measurement after another, each with its deadline; rows that a killed one had found count."""
+    """Run measurements one after another. Rows that a killed one has written are kept."""
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             function, most = MEASUREMENTS[name]
@@ -111,18 +111,18 @@ def run_speed(names: Sequence[str], place: str, end: float) -> Iterator[Table]:
 
 
 def machine() -> str:
-    """The GPUs, driver, versions and commit that the figures belong to."""
+    """GPUs, driver, versions and commit, for the title of the report."""
 
-    def said(*argv: str) -> str:
+    def output_of(*argv: str) -> str:
         try:
             return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
         except OSError:
             return ""
 
     cards = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    commit = said("git", "rev-parse", "--short", "HEAD") or "unknown"
-    changed = " with changes" if said("git", "status", "--porcelain") else ""
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    commit = output_of("git", "rev-parse", "--short", "HEAD") or "unknown"
+    changed = " with changes" if output_of("git", "status", "--porcelain") else ""
     return (
         f"{', '.join(cards) or 'no GPU'}; driver {driver or 'unknown'}; torch {torch.__version__} (CUDA "
         f"{torch.version.cuda}); Python {platform.python_version()}; {os.cpu_count()} cores; commit {commit}{changed}"
@@ -130,13 +130,13 @@ def machine() -> str:
 
 
 def two_gpus() -> Places:
-    """The first two GPUs, if pipes can have both; else the first one twice."""
+    """The first two GPUs if they have peer access, otherwise the first one twice."""
     both = torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1)
     return "cuda:0", "cuda:1" if both else "cuda:0"
 
 
 def markdown(title: str, tables: Sequence[Table]) -> str:
-    """The report."""
+    """Format the report."""
     text = [f"# torchweft on a GPU\n\n{title}\n"]
     for table in tables:
         columns = list(dict.fromkeys(name for row in table.rows for name in row))
@@ -148,20 +148,20 @@ def markdown(title: str, tables: Sequence[Table]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the sections that the arguments name. The exit code is 1 if a check failed."""
-    parser = argparse.ArgumentParser(prog="benchmarks gpu", description="Laws and figures on a GPU.")
+    parser = argparse.ArgumentParser(prog="benchmarks gpu", description="Checks, tests and measurements on a GPU.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join([*CHECKS, *MEASUREMENTS])}")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="run this section alone; can be repeated")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the report there, as DATE-gpu.md")
-    parser.add_argument("--rehearse", action="store_true", help="run on the CPU, where no figure says anything")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU, to show that the checks run")
     options = parser.parse_args(argv)
     if unknown := [name for name in options.names if name not in CHECKS and name not in MEASUREMENTS]:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join([*CHECKS, *MEASUREMENTS])}")
     if not options.rehearse and not torch.cuda.is_available():
         print(
-            f"There is no GPU here (torch {torch.__version__}), so nothing was run. On a machine with one or two this\n"
-            f"runs {len(CHECKS)} checks of streams, recordings, memory and gradients, the tests marked `cuda`, and\n"
-            "measures stages, recurrent networks and experts beside plain PyTorch, within eight minutes. It needs\n"
-            "PyTorch with CUDA. `--rehearse` runs the checks on the CPU."
+            f"There is no GPU here (torch {torch.__version__}), so nothing was run. With one or two GPUs this command\n"
+            f"runs {len(CHECKS)} checks of streams, recordings, memory and gradients, and the tests marked `cuda`. It\n"
+            "also compares stages, recurrent networks and experts with plain PyTorch. It takes at most eight minutes,\n"
+            "and needs PyTorch with CUDA. `--rehearse` runs the checks on the CPU."
         )
         return 0
     begun = time.monotonic()
@@ -185,5 +185,5 @@ def main(argv: Sequence[str]) -> int:
         file = options.write / f"{datetime.date.today():%Y-%m-%d}-gpu.md"
         file.write_text(markdown(title, tables), encoding="utf-8")
         print(f"written to {file}")
-    print(f"all in {time.monotonic() - begun:.0f} s")
+    print(f"finished in {time.monotonic() - begun:.0f} s")
     return int(any(row.get("verdict") == "FAILED" for table in tables for row in table.rows))

@@ -1,4 +1,4 @@
-"""Subprocesses with deadlines. A device-side assert ends the CUDA context of its process, so each check has its own."""
+"""Subprocesses with deadlines. Each check has its own, because a device-side assert ends a CUDA context."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ SKIPPED = 77
 
 
 class Outcome(NamedTuple):
-    """Exit code of a job (None: it was killed at its deadline), its output, and seconds."""
+    """Exit code of a job (None if it was killed at its deadline), its output and its duration in seconds."""
 
     code: int | None
     output: str
@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
         return {0: "ok", SKIPPED: "skipped"}.get(-1 if self.code is None else self.code, "FAILED")
 
     def last_lines(self, count: int = 6) -> str:
-        """The end of the output, and the way the process ended if the output cannot tell it."""
+        """End of the output, with a line about the deadline or the signal that killed the job."""
         lines = [line.rstrip() for line in self.output.splitlines() if line.strip()][-count:]
         if self.code is None:
             lines.append(f"killed at its deadline, after {self.seconds:.0f} s")
@@ -39,9 +39,9 @@ class Outcome(NamedTuple):
 
 
 def run_job(argv: Sequence[str], seconds: float, **variables: str) -> Outcome:
-    """Run a program of Python in the repository, for at most so many seconds. Its children are killed with it."""
+    """Run Python with ``argv`` in the repository for at most ``seconds``. Kill its children at the end."""
     if seconds <= 1:
-        return Outcome(SKIPPED, "the time of this section is used up", 0.0)
+        return Outcome(SKIPPED, "the time limit of this section was reached", 0.0)
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
     begun = time.monotonic()
@@ -53,7 +53,7 @@ def run_job(argv: Sequence[str], seconds: float, **variables: str) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # its process group can be killed as a whole
+            start_new_session=True,  # so that the whole process group can be killed
         )
         try:
             code: int | None = job.wait(seconds)

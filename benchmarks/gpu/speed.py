@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.speed NAME PLACE SECONDS FILE     runs one; a row is a line of JSON in FILE
 
-Candidates do the same work. They take turns, round by round, and the medians of the rounds count. A sample is wall time
-between two synchronisations. Before the rounds, each candidate runs a few times, and its results are compared.
+Candidates do the same work. They run in turn, and medians over the rounds are reported. A sample is the wall time
+between two synchronisations. Each candidate first warms up, and results of recurrent networks are compared.
 """
 
 import importlib.util
@@ -31,13 +31,13 @@ ROUNDS, WARM_UP = 15, 3
 
 
 def synchronize(place: str) -> None:
-    """Wait for the GPU."""
+    """Wait for all work on the GPU."""
     if place != "cpu":
         torch.cuda.synchronize(place)
 
 
 def race(candidates: Mapping[str, Work], place: str, seconds: float) -> dict[str, float]:
-    """The median seconds of a call of each candidate, over at most `ROUNDS` rounds that begin within `seconds`."""
+    """Median seconds per call of each candidate, over at most `ROUNDS` rounds that begin within `seconds`."""
     calls: dict[str, int] = {}
     for name, work in candidates.items():
         for _ in range(WARM_UP):
@@ -48,7 +48,7 @@ def race(candidates: Mapping[str, Work], place: str, seconds: float) -> dict[str
         synchronize(place)
         calls[name] = max(1, min(200, round(0.02 / (time.perf_counter() - begun))))
     end = time.perf_counter() + seconds
-    found: dict[str, list[float]] = {name: [] for name in candidates}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     for _ in range(ROUNDS):
         for name in order:
@@ -57,18 +57,18 @@ def race(candidates: Mapping[str, Work], place: str, seconds: float) -> dict[str
             for _ in range(calls[name]):
                 candidates[name]()
             synchronize(place)
-            found[name].append((time.perf_counter() - begun) / calls[name])
+            samples[name].append((time.perf_counter() - begun) / calls[name])
         order = [*order[1:], order[0]]
         if time.perf_counter() > end:
             break
-    return {name: median(times) for name, times in found.items()}
+    return {name: median(times) for name, times in samples.items()}
 
 
 # -- stages ---------------------------------------------------------------------------------------------------------
 
 
 def memory(place: str, seconds: float) -> Iterator[Row]:
-    """Peaks of a model of 16 blocks in four stages on one GPU: 1024 wide, 4096 rows."""
+    """Peak memory of a model of 16 blocks in four stages on one GPU, with width 1024 and 4096 rows."""
     if place == "cpu":
         return
     for checkpoint in ("never", "always"):
@@ -87,7 +87,7 @@ def memory(place: str, seconds: float) -> Iterator[Row]:
 
 
 def training_step(model: Callable[[Tensor], Tensor], parameters: Sequence[nn.Parameter], x: Tensor) -> Work:
-    """Forward and backward of the mean square, with fresh gradients."""
+    """Forward and backward of the mean square, with new gradients."""
 
     def work() -> None:
         for parameter in parameters:
@@ -98,7 +98,7 @@ def training_step(model: Callable[[Tensor], Tensor], parameters: Sequence[nn.Par
 
 
 def stages(place: str, seconds: float) -> Iterator[Row]:
-    """Four stages on one GPU, 8 micro-batches, forward and backward, compared with the model without a pipe."""
+    """Four stages on one GPU and 8 micro-batches, forward and backward, compared with the plain model."""
     chunks, count = 8, 4
     shapes = [(64, 256), (1024, 1024), (8192, 2048)] if place != "cpu" else [(64, 32)]
     for checkpoint in ("never", "always"):
@@ -121,19 +121,19 @@ def stages(place: str, seconds: float) -> Iterator[Row]:
                     executor=executor,
                 )
             parameters = list(model.parameters())
-            candidates = {name: training_step(each, parameters, x) for name, each in models.items()}
+            candidates = {name: training_step(forward, parameters, x) for name, forward in models.items()}
             for _ in range(30):
-                candidates["auto"]()  # it chooses within so many steps
+                candidates["auto"]()  # "auto" chooses its executor within these steps
             found = race(candidates, place, seconds / (2 * len(shapes)))
             for name, took in found.items():
-                each = (took - found["micro-batches"]) / (chunks * count)
+                extra = (took - found["micro-batches"]) / (chunks * count)
                 yield {
                     "checkpoint": checkpoint,
                     "rows x width": f"{rows} x {width}",
                     "run by": name,
                     "ms": f"{took * 1e3:.3f}",
                     "of plain": f"{took / found['plain']:.2f}",
-                    "us per micro-batch and stage": "" if name in ("plain", "micro-batches") else f"{each * 1e6:.1f}",
+                    "us per micro-batch and stage": "" if name in ("plain", "micro-batches") else f"{extra * 1e6:.1f}",
                 }
 
 
@@ -141,7 +141,7 @@ def stages(place: str, seconds: float) -> Iterator[Row]:
 
 
 def recorded(work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-    """Forward and backward as one CUDA graph."""
+    """Record forward and backward as one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -160,7 +160,7 @@ def recorded(work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tens
 
 
 def recurrent(place: str, seconds: float) -> Iterator[Row]:
-    """32 rows, width 256, float32 without TF32, forward and backward, against cuDNN and a CUDA graph."""
+    """Recurrent networks compared with cuDNN and a CUDA graph: 32 rows, width 256, float32 without TF32."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     lengths, batch, width = ((64, 256), 32, 256) if place != "cpu" else ((16,), 4, 16)
     for make, of_torch in ((LSTMCell, nn.LSTM), (GRUCell, nn.GRU)):
@@ -192,10 +192,10 @@ def recurrent(place: str, seconds: float) -> Iterator[Row]:
                     candidates["CUDA graph of the loop"] = recorded(loop)
                 except RuntimeError as error:
                     notes["CUDA graph of the loop"] = str(error)[:100]
-            wanted = list(candidates[of_torch.__name__]())
+            expected = list(candidates[of_torch.__name__]())
             for name, work in candidates.items():
-                apart = distance(wanted, list(work()))
-                notes[name] = f"{apart:.0e} apart; {notes.get(name, '')}"
+                difference = distance(expected, list(work()))
+                notes[name] = f"differs by {difference:.0e}; {notes.get(name, '')}"
             for name, took in (found := race(candidates, place, seconds / (2 * len(lengths)))).items():
                 yield {
                     "cell": of_torch.__name__,
@@ -212,11 +212,11 @@ def recurrent(place: str, seconds: float) -> Iterator[Row]:
 
 
 def experts(place: str, seconds: float) -> Iterator[Row]:
-    """Calls per second of a feed-forward expert (1024 to 4096 and back, Adam) by one client, against the bare module.
+    """Calls per second by one client to an expert (1024 to 4096 and back, Adam), compared with the bare module.
 
     Inputs and results are on the CPU. "pools" is `weft.Runtime` in this process, "gRPC" a server in this process.
     """
-    from torchweft.experts import ExpertBackend, FeedForward, Runtime, TensorSpec  # noqa: PLC0415  (the others need no numpy)
+    from torchweft.experts import ExpertBackend, FeedForward, Runtime, TensorSpec  # noqa: PLC0415  (only this measurement needs numpy)
 
     width = 1024 if place != "cpu" else 64
     adam = partial(torch.optim.Adam, lr=1e-3)
@@ -245,11 +245,11 @@ def experts(place: str, seconds: float) -> Iterator[Row]:
                     return bare(x.to(place)).cpu()
 
             def bare_training(x: Tensor = x, gradient: Tensor = gradient) -> object:
-                there = x.to(place).requires_grad_()
-                bare(there).backward(gradient.to(place))
+                leaf = x.to(place).requires_grad_()
+                bare(leaf).backward(gradient.to(place))
                 optimizer.step()
                 optimizer.zero_grad()
-                return there.grad.cpu() if there.grad is not None else None
+                return leaf.grad.cpu() if leaf.grad is not None else None
 
             def remote_forward(x: Tensor = x) -> object:
                 assert remote is not None
@@ -275,7 +275,7 @@ def experts(place: str, seconds: float) -> Iterator[Row]:
             if remote is not None:
                 work["gRPC"] = (remote_forward, remote_training)
             for number, kind in enumerate(("forward", "forward, backward, step")):
-                found = race({name: each[number] for name, each in work.items()}, place, seconds / 4)
+                found = race({name: calls[number] for name, calls in work.items()}, place, seconds / 4)
                 for name, took in found.items():
                     yield {
                         "rows": str(rows),
@@ -292,11 +292,11 @@ MEASUREMENTS: dict[str, tuple[Measurement, float]] = {
     "experts": (experts, 30.0),
     "recurrent": (recurrent, 120.0),
 }
-"""By name: the function, and the seconds after which its process is killed."""
+"""Function by name, and the seconds after which its process is killed."""
 
 
 def main(name: str, place: str, seconds: str, file: str) -> None:
-    """Run one measurement; its rounds take about a third of the seconds, for the rest is compiling and warming up."""
+    """Run one measurement. Its rounds take about a third of the time, the rest is for compiling and warm-up."""
     torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
     with Path(file).open("a", encoding="utf-8") as rows:
         for row in MEASUREMENTS[name][0](place, float(seconds) / 3):

@@ -10,18 +10,18 @@ from torchweft.pipeline.skip import SkipTracker, use_skip_tracker
 
 
 class StageBytes(NamedTuple):
-    """Of one micro-batch on one stage."""
+    """Bytes of one micro-batch on one stage."""
 
     saved: int
-    """What the graph saves beyond the values that come in and go out."""
+    """Saved by the graph, without the input and output values of the stage."""
     output: int
     """The value for the next stage."""
     saves_output: bool
-    """Whether the graph saves that value too."""
+    """Whether the graph also saves the output."""
 
 
-class _Shelf(SkipTracker):
-    """Keeps every stashed tensor where the measurement finds it."""
+class _RecordingTracker(SkipTracker):
+    """Also keeps a list of all stashed tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,28 +35,28 @@ class _Shelf(SkipTracker):
 
 def measure_bytes(stages: Iterable[nn.Module], x: Tensor, target: Tensor, loss: nn.Module) -> list[StageBytes]:
     """Run one micro-batch through the stages, one after another. The last one computes the loss as well."""
-    shelf = _Shelf()
-    found: list[StageBytes] = []
+    tracker = _RecordingTracker()
+    costs: list[StageBytes] = []
     *_, last = stages = list(stages)
-    with use_skip_tracker(shelf):
+    with use_skip_tracker(tracker):
         for stage in stages:
             saved: dict[int, Tensor] = {}
-            with saved_tensors_hooks(_noted_in(saved), lambda tensor: tensor):
+            with saved_tensors_hooks(_recorded_in(saved), lambda tensor: tensor):
                 output = stage(x)
                 ends = [loss(output, target), target] if stage is last else [output]
-            known = {_address(each) for each in [*stage.parameters(), x, *ends, *shelf.values]}
-            inner = sum(each.untyped_storage().nbytes() for key, each in saved.items() if key not in known)
-            found.append(StageBytes(inner, output.untyped_storage().nbytes(), _address(output) in saved))
+            known = {_address(tensor) for tensor in [*stage.parameters(), x, *ends, *tracker.values]}
+            inner = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in known)
+            costs.append(StageBytes(inner, output.untyped_storage().nbytes(), _address(output) in saved))
             x = output.detach().requires_grad_()
-    return found
+    return costs
 
 
-def _noted_in(saved: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
-    def note(tensor: Tensor) -> Tensor:
-        saved[_address(tensor)] = tensor.detach()  # kept alive, so that no other gets its address
+def _recorded_in(saved: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
+    def record(tensor: Tensor) -> Tensor:
+        saved[_address(tensor)] = tensor.detach()  # kept alive, so that its address is not reused
         return tensor.detach()
 
-    return note
+    return record
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on the order of stages: bit-equal gradients, seed after seed.
+"""Random numbers must not depend on the order of stages: gradients are bit-equal for every seed.
 
     stage       0              1         2              3
                 Linear         Linear    Linear         Linear
@@ -6,9 +6,9 @@
                 sleep          sleep     sleep          sleep
                 Dropout draws            Dropout draws
 
-A process has one generator for all stages on the CPU. So the question is only put to the test when stages
-run at the same time, which sleeping between two draws makes sure of; the recorder's events say for how many
-seeds they did. Stages that draw take turns at the generator, so a pair counts only if at most one of it draws.
+All stages on the CPU share one generator. The test is therefore only meaningful if stages run at the same time, so
+they sleep between draws. The recorder's events show for how many seeds they overlapped. Stages that draw hold the
+generator in turn, so a pair counts only if at most one of its stages draws.
 """
 
 from collections.abc import Sequence
@@ -28,68 +28,68 @@ STAGES, CHUNKS, WIDTH = 4, 6, 32
 SECONDS = 0.0001
 DRAWING = (0, 2)
 RUNS = (("serial", "never"), ("threads", "never"), ("serial", "always"), ("threads", "always"))
-"""Executor and checkpoint mode; the first is what the others are compared with."""
+"""Executor and checkpoint mode. The first run is the reference."""
 
 
 def run(quick: bool) -> Table:
-    """For how many seeds the gradients of all runs are the same bits, and how much ran at once."""
+    """Number of seeds with bit-equal gradients, and of stages that overlapped."""
     seeds = 5 if quick else 1000
     model = _model()
     runs = [_Runner(model, *names) for names in RUNS]
     x = torch.randn(16 * CHUNKS, WIDTH)
     progress(f"{seeds} seeds")
     for seed in range(seeds):
-        wanted, *others = [each.gradients(x, seed) for each in runs]
-        runs[0].note(wanted, wanted)
-        for each, found in zip(runs[1:], others, strict=True):
-            each.note(found, wanted)
+        expected, *others = [run.gradients(x, seed) for run in runs]
+        runs[0].compare(expected, expected)
+        for run, actual in zip(runs[1:], others, strict=True):
+            run.compare(actual, expected)
     title = f"dropout in {len(DRAWING)} of {STAGES} stages: bit-equal gradients over {seeds} seeds"
-    return Table(title, [each.row(seeds) for each in runs])
+    return Table(title, [run.row(seeds) for run in runs])
 
 
 class _Runner:
-    """One way of running the model, and how it did."""
+    """One executor and checkpoint mode, with its results."""
 
     def __init__(self, model: nn.Sequential, executor: str, checkpoint: str) -> None:
         self._names = (executor, checkpoint)
         self._pipe = pipe_of(model, STAGES, CHUNKS, checkpoint, executor)
-        self._equal = self._beside = self._pairs = 0
+        self._equal = self._overlapped = self._pairs = 0
         self._seen: set[bytes] = set()
 
     def gradients(self, x: Tensor, seed: int) -> list[Tensor]:
-        """All gradients of one step with that seed."""
+        """All gradients of one step with this seed."""
         recorder, parameters = weft.Recorder(), list(self._pipe.parameters())
         torch.manual_seed(seed)
         with self._pipe.observed_by(recorder):
             step(self._pipe, parameters, x, lambda y: y.square().mean())()
         pairs = _overlaps(recorder.events)
         self._pairs += pairs
-        self._beside += pairs > 0
-        return [each.grad for each in parameters if each.grad is not None]
+        self._overlapped += pairs > 0
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def note(self, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    def compare(self, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         """Compare bit by bit."""
-        self._seen.add(found[0].numpy().tobytes())
-        self._equal += all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        self._seen.add(actual[0].numpy().tobytes())
+        self._equal += all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
     def row(self, seeds: int) -> Row:
-        """The results. Different seeds must give different gradients, or nothing was drawn at all."""
+        """Results. Different seeds must give different gradients, otherwise dropout drew nothing."""
         executor, checkpoint = self._names
-        at_once = executor == "serial" or self._beside > 0.9 * seeds
+        at_once = executor == "serial" or self._overlapped > 0.9 * seeds
         return {
             "run by": executor,
             "checkpoint": checkpoint,
             "bit-equal": f"{self._equal}",
             "distinct": f"{len(self._seen)}",
-            "seeds with stages at once": f"{self._beside}",
+            "seeds with stages at once": f"{self._overlapped}",
             "pairs at once": f"{self._pairs / seeds:.1f} a step",
-            "wanted": f"{seeds} equal",
+            "required": f"{seeds} equal",
             "verdict": "holds" if self._equal == len(self._seen) == seeds and at_once else "falls short",
         }
 
 
 def _overlaps(events: Sequence[ActionEvent]) -> int:
-    """Number of pairs of actions of two stages, at most one of which draws, ran at the same time."""
+    """Number of overlapping pairs of actions of two stages, at most one of which draws."""
     pairs = combinations(sorted(events, key=lambda event: event.start), 2)
     return sum(
         later.start < earlier.end

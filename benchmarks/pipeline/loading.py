@@ -2,8 +2,8 @@
 
     build_on_meta, Pipe(group=), materialize        peak <= the rank's share of the parameters + one layer
 
-Memory is the resident set of the process, with mapped pages of files. The kernel records its peak, which each load
-resets. A small model is loaded first, because imports and connections take memory once.
+Memory is the resident set of the process, including mapped pages of files. The kernel records its peak, which each load
+resets. A small model is loaded first, so that imports and connections do not count.
 """
 
 import tempfile
@@ -22,11 +22,11 @@ from tests.pipeline.processes.launch import fresh_ranks
 
 LAYERS = 12
 SLACK = 0.25
-"""Memory beyond the share that is not the layer being read, in layers: messages, headers, allocator."""
+"""Allowed memory for messages, headers and the allocator, in layers."""
 
 
 class Blocks(nn.Module):
-    """A model that is not an `nn.Sequential`, so that it is cut by split=."""
+    """Model that is not an `nn.Sequential`, so that split= must cut it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Blocks(nn.Module):
 
 
 class Peak(NamedTuple):
-    """Bytes of parameters on one rank, and the peak of its memory above that before the load."""
+    """Bytes of parameters on one rank, and the increase of its peak memory during the load."""
 
     share: int
     peak: int
@@ -47,7 +47,7 @@ class Peak(NamedTuple):
 
 def run(quick: bool) -> Table:
     """Peaks on 2 and 3 ranks, of an `nn.Sequential` and of a model with split points."""
-    width = 1024 if quick else 3072  # above 32 MiB, malloc returns a freed block to the system at once
+    width = 1024 if quick else 3072  # malloc returns freed blocks above 32 MiB to the system at once
     rows: list[Row] = []
     for size in (2, 3):
         with tempfile.TemporaryDirectory() as folder, fresh_ranks(size) as ranks:
@@ -59,12 +59,11 @@ def run(quick: bool) -> Table:
                     ranks.run(load, 64, cut, None)
                     peaks = ranks.run(load, width, cut, path)
                     rows.append(_row(size, cut, source, peaks, width * width * 4))
-    title = f"memory of a rank that loads {LAYERS} layers of {width * width * 4 >> 20} MiB"
-    return Table(title, rows, ["  in layers; peak: resident set above that before the model was built, worst rank"])
+    title = f"peak memory of a rank that loads {LAYERS} layers of {width * width * 4 >> 20} MiB"
+    return Table(title, rows, ["  in layers; peak: increase of the resident set by building and loading, worst rank"])
 
 
 def write_weights(file: Path, width: int, cut: str) -> None:
-    """Write random weights of the model."""
     import safetensors.torch  # noqa: PLC0415 - an optional package
 
     prefix = "blocks." if cut == "split=" else ""
@@ -89,7 +88,7 @@ def _row(size: int, cut: str, source: str, peaks: Sequence[Peak], layer: int) ->
 def load(width: int, cut: str, source: str | None) -> Peak:
     """Build and load the model on this rank."""
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
     before = _status("VmRSS")
     with weft.build_on_meta():
         model = Blocks(width) if cut == "split=" else nn.Sequential(*Blocks(width).blocks)
@@ -104,6 +103,6 @@ def load(width: int, cut: str, source: str | None) -> Peak:
 
 
 def _status(key: str) -> int:
-    """A size in bytes from the status of this process."""
+    """Read a size of this process from its status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) << 10

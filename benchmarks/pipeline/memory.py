@@ -1,8 +1,8 @@
 """Bytes that stay alive for backward: measured, and forecast from the cost of one micro-batch on each stage.
 
-The measured curve is that of `weft.Recorder`, the forecast that of `weft.pipeline.simulate`; the peak of a stage
-is the most that it keeps at one time of its graphs and of the values that it made. 1F1B begins backward early,
-so that stage s of n holds at most n - s micro-batches, where fill and drain holds all.
+`weft.Recorder` measures the curve, and `weft.pipeline.simulate` forecasts it. The peak of a stage counts its graphs and
+the values that it made. 1F1B begins backward early, so that stage s of n holds at most n - s micro-batches. GPipe holds
+all of them.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from benchmarks.table import Row, Table
 from torchweft.pipeline.simulate import Forecast, StageCost, ValueCost, forecast
 from torchweft.pipeline.tracing import ActionEvent
 
-WANTED = 0.05
+REQUIRED = 0.05
 MODES = (("gpipe", "never"), ("gpipe", "except_last"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))
 
 
@@ -30,13 +30,14 @@ def run(quick: bool) -> Table:
     rows, width, seconds = (4, 16, 0.002) if quick else (64, 128, 0.005)
     model = unet(width, seconds)
     x, target = torch.randn(2, rows * CHUNKS, width)
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for schedule, checkpoint in MODES:
         for executor in ("threads", "serial"):
             progress(f"{schedule}, checkpoint {checkpoint}, {executor}")
-            found.append(_row(_pipe(model, schedule, checkpoint, executor), x, target))
+            table_rows.append(_row(_pipe(model, schedule, checkpoint, executor), x, target))
     title = f"live bytes of {STAGES} stages, {CHUNKS} micro-batches, a skip with two readers"
-    return Table(title, found, ["  per stage 0 1 2 3; live: micro-batches between their F and the end of their B"])
+    notes = ["  four numbers: stages 0 to 3; live: micro-batches between the start of F and the end of B"]
+    return Table(title, table_rows, notes)
 
 
 def _pipe(model: nn.Sequential, schedule: str, checkpoint: str, executor: str) -> weft.Pipe:
@@ -63,9 +64,9 @@ def _row(pipe: weft.Pipe, x: Tensor, target: Tensor) -> Row:
     live = _live(recorder.events)
     most = [min(STAGES - stage, CHUNKS) if pipe.schedule == "1f1b" else CHUNKS for stage in range(STAGES)]
     peaks = [max(count for _, count in recorder.stage_bytes[stage]) for stage in range(STAGES)]
-    measured, wanted = [*peaks, recorder.peak_bytes], [*predicted.stage_peaks, predicted.peak_bytes]
-    off = max((one / other - 1 for one, other in zip(measured, wanted, strict=True)), key=abs)
-    holds = abs(off) <= WANTED and all(one <= other for one, other in zip(live, most, strict=True))
+    measured, expected = [*peaks, recorder.peak_bytes], [*predicted.stage_peaks, predicted.peak_bytes]
+    error = max((one / other - 1 for one, other in zip(measured, expected, strict=True)), key=abs)
+    holds = abs(error) <= REQUIRED and all(one <= other for one, other in zip(live, most, strict=True))
     return {
         "schedule": str(pipe.schedule),
         "checkpoint": str(pipe.checkpoint),
@@ -75,8 +76,8 @@ def _row(pipe: weft.Pipe, x: Tensor, target: Tensor) -> Row:
         "peak bytes of stages": _text(peaks),
         "of all": f"{recorder.peak_bytes}",
         "forecast": f"{_text(predicted.stage_peaks)}; {predicted.peak_bytes}",
-        "worst off": f"{off:+.1%}",
-        "wanted": f"within {WANTED:.0%}",
+        "largest error": f"{error:+.1%}",
+        "required": f"within {REQUIRED:.0%}",
         "verdict": "holds" if holds else "falls short",
     }
 
@@ -86,7 +87,7 @@ def _text(numbers: Sequence[int]) -> str:
 
 
 def _forecast(pipe: weft.Pipe, events: Sequence[ActionEvent], x: Tensor, target: Tensor) -> Forecast:
-    """The forecast from the times of a recorded step, and the bytes of one micro-batch."""
+    """Forecast from the times of a recorded step and the bytes of one micro-batch."""
     sizes = measure_bytes(pipe.partitions, x.chunk(CHUNKS)[0], target.chunk(CHUNKS)[0], nn.MSELoss())
     spent: defaultdict[tuple[int, str], list[float]] = defaultdict(lambda: [])
     for event in events:
@@ -97,12 +98,12 @@ def _forecast(pipe: weft.Pipe, events: Sequence[ActionEvent], x: Tensor, target:
     ]
     skip = ValueCost(SOURCE, READERS, sizes[SOURCE].output)  # as wide as the main path
     main = [ValueCost(s, (s + 1,), sizes[s].output, sizes[s].saves_output) for s in range(STAGES - 1)]
-    again = {(event.action.stage, event.action.micro_batch) for event in events if event.kind == "R"}
-    return forecast(_walked(pipe), stages, [*main, skip], checkpointed=lambda *at: at in again)
+    recomputed = {(event.action.stage, event.action.micro_batch) for event in events if event.kind == "R"}
+    return forecast(_executed_table(pipe), stages, [*main, skip], checkpointed=lambda *at: at in recomputed)
 
 
-def _walked(pipe: weft.Pipe) -> weft.Schedule:
-    """The table as it was walked: by one worker per stage, or by one for all."""
+def _executed_table(pipe: weft.Pipe) -> weft.Schedule:
+    """The table as executed: by one worker per stage, or by one worker for all."""
     schedule = pipe.schedule_for(CHUNKS)
     if pipe.executor == "threads":
         return schedule
@@ -111,7 +112,7 @@ def _walked(pipe: weft.Pipe) -> weft.Schedule:
 
 
 def _live(events: Sequence[ActionEvent]) -> list[int]:
-    """For every stage the most micro-batches at one time whose F had begun and whose B had not ended."""
+    """Largest number of micro-batches of each stage between the start of F and the end of B."""
     now: defaultdict[int, int] = defaultdict(int)
     most: defaultdict[int, int] = defaultdict(int)
     changes = [(event.start, 1, event.action.stage) for event in events if event.kind == "F"]

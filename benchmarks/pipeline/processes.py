@@ -1,18 +1,18 @@
 """A pipe over processes against `torch.distributed.pipelining` and a loop of isend and irecv, in one run.
 
     this process --"run NAME"--> rank 0 ... rank n       each runs its part of the step
-                 <--seconds----- rank 0 ... rank n       the step has ended when all have
+                 <--seconds----- rank 0 ... rank n       a step ends with its last rank
 
 Candidates take turns, and ratios are taken within a round. The table has wall time and processor time, which other
-programs disturb less. The plain loop does not communicate. Where it varies by more than a fifth, the times of that
-comparison are left out. Its variation is the width of the middle half of its rounds, relative to the median.
+programs disturb less. The plain loop does not communicate. If it varies by more than a fifth, the times of that
+comparison are left out. The variation is the interquartile range of its rounds, relative to the median.
 
-A shared host can give a core half of its speed for a second, which no counter of this machine shows. Every sample
-therefore times a fixed work before and after the steps. Rounds in which that work took longer than at its fastest are
-run again, whatever the candidates took. Rounds are short, so that one speed holds for all candidates of a round.
+A shared host can halve the speed of a core for a second, and no counter of this machine shows it. Every sample
+therefore times a fixed probe before and after the steps. Rounds with a slow probe are repeated. Rounds are short, so
+that the speed is the same for all candidates of a round.
 
-The ranks are processes of this host with gloo and one thread each, with the environment of torchrun. They are killed at
-the end of a comparison, or when one of them does not answer in time.
+The ranks are processes of this host with gloo, one thread each, and the environment of torchrun. They are killed at the
+end of a comparison, or if one of them does not answer in time.
 """
 
 import math
@@ -31,25 +31,25 @@ from tests.pipeline.processes.launch import Ranks, fresh_ranks
 from torchweft.pipeline.simulate import StageCost, forecast
 
 SLEEP = {"gpipe": 0.97, "1f1b": 0.97, "interleaved x2": 0.0, "zero bubble x2": 1.03, "zbv": 1.03, "dualpipev": 1.03}
-"""Share of the ideal, of that of torch; nothing is wanted of a 0."""
+"""Required share of the ideal, relative to torch. 0 means no requirement."""
 OVERHEAD = {"gpipe": 0.6, "1f1b": 1.05, "interleaved x2": 0.45, "zero bubble x2": 0.6}
-"""Overhead, of that of torch."""
+"""Allowed overhead, relative to torch."""
 RAW = {"gpipe": 1.5, "1f1b": 1.3}
-"""Overhead, of that of the loop by hand."""
+"""Allowed overhead, relative to the hand-written loop."""
 FUSED = 1.02
-"""Zero bubble of layers whose backward cannot be split, of the time of 1F1B: equal, but for the noise."""
+"""Allowed time of zero bubble relative to 1F1B if no backward can be split: equal except for noise."""
 TRANSFORMER = ["gpipe", "1f1b", "interleaved x2", "zero bubble x2"]
 STEADY = 0.2
 SLOW = 1.25
-"""Time of the fixed work in a round that counts, of that in the fastest round."""
+"""Allowed time of the probe in a round that counts, relative to the fastest round."""
 _COLUMNS = {
-    "wall": ("torchweft", "peer", "ratio", "wanted", "verdict"),
+    "wall": ("torchweft", "peer", "ratio", "required", "verdict"),
     "processor": ("CPU torchweft", "CPU peer", "CPU ratio"),
 }
 
 
 class Round(NamedTuple):
-    """Wall and processor seconds of each candidate; the cores that others kept busy; seconds of the fixed work."""
+    """Wall and processor seconds of each candidate, cores used by other processes, and seconds of the probe."""
 
     wall: dict[str, float]
     processor: dict[str, float]
@@ -62,7 +62,7 @@ class Round(NamedTuple):
 
 
 class Comparison:
-    """Steps that ranks run in turn: `rounds` undisturbed rounds, or the least disturbed ones of `patience` seconds."""
+    """Steps run in turn by ranks: `rounds` undisturbed rounds, or the least disturbed within `patience` seconds."""
 
     def __init__(self, ranks: Ranks, names: list[str], *, rounds: int, calls: int, patience: float) -> None:
         self._ranks, self._calls = ranks, calls
@@ -71,28 +71,28 @@ class Comparison:
         for _ in range(1 if rounds == 1 else 2):
             first_samples = {name: self._sample(name) for name in names}
         losses = {
-            name: next((each.loss for each in by_rank if each.loss is not None), None)
+            name: next((sample.loss for sample in by_rank if sample.loss is not None), None)
             for name, by_rank in first_samples.items()
         }
-        # The plain loop of sleeping stages takes one micro-batch only.
+        # The plain loop of sleeping stages runs only one micro-batch, so its loss differs.
         known = [loss for name, loss in losses.items() if loss is not None and name != "plain"]
         if any(not math.isclose(known[0], loss, rel_tol=1e-3, abs_tol=1e-6) for loss in known):
-            raise RuntimeError(f"the candidates do not do the same work, for their losses are {losses}")
-        meter, end, taken = LoadMeter(ranks.pids), time.perf_counter() + patience, list[Round]()
+            raise RuntimeError(f"the candidates do not do the same work; their losses are {losses}")
+        meter, end, all_rounds = LoadMeter(ranks.pids), time.perf_counter() + patience, list[Round]()
         best: list[Round] = []
         fastest = math.inf
         while len(best) < rounds or (best[-1].disturbance(fastest) > 1 and time.perf_counter() < end):
-            first = len(taken) % len(names)
-            taken.append(self._round(names[first:] + names[:first], meter))
-            fastest = min(each.probe for each in taken)
-            best = sorted(taken, key=lambda each: each.disturbance(fastest))[:rounds]
+            first = len(all_rounds) % len(names)
+            all_rounds.append(self._round(names[first:] + names[:first], meter))
+            fastest = min(entry.probe for entry in all_rounds)
+            best = sorted(all_rounds, key=lambda entry: entry.disturbance(fastest))[:rounds]
         self.race = Race(
-            {name: [each.wall[name] for each in best] for name in names},
-            rejected=len(taken) - len(best),
-            foreign=[each.foreign for each in best],
+            {name: [entry.wall[name] for entry in best] for name in names},
+            rejected=len(all_rounds) - len(best),
+            foreign=[entry.foreign for entry in best],
         )
-        self._processor = {name: [each.processor[name] for each in best] for name in names}
-        self._slowest = max(each.probe for each in best) / fastest
+        self._processor = {name: [entry.processor[name] for entry in best] for name in names}
+        self._slowest = max(entry.probe for entry in best) / fastest
 
     def _sample(self, name: str) -> list[rank_steps.Sample]:
         return self._ranks.run(rank_steps.sample, name, self._calls)
@@ -101,26 +101,26 @@ class Comparison:
         meter.start()
         samples = {name: self._sample(name) for name in names}
         return Round(
-            {name: max(each.wall for each in by_rank) for name, by_rank in samples.items()},
-            {name: sum(each.processor for each in by_rank) / len(by_rank) for name, by_rank in samples.items()},
+            {name: max(sample.wall for sample in by_rank) for name, by_rank in samples.items()},
+            {name: sum(sample.processor for sample in by_rank) / len(by_rank) for name, by_rank in samples.items()},
             meter.foreign(),
-            max(each.probe for by_rank in samples.values() for each in by_rank),
+            max(sample.probe for by_rank in samples.values() for sample in by_rank),
         )
 
     def processor(self, name: str) -> float:
-        """Processor seconds of a step, the mean of all ranks; the median of all rounds."""
+        """Processor seconds of a step: mean over the ranks, median over the rounds."""
         return median(self._processor[name])
 
     def rows(self, measure: str, rows: list[Row]) -> list[Row]:
-        """The rows without the times that are not steady; then the reasons, and how the rounds were."""
+        """`rows` without unsteady times, then rows with the reasons and the state of the rounds."""
         plain = {"wall": self.race.seconds["plain"], "processor": self._processor["plain"]}
         steady, notes = only_steady(rows, plain)
-        slow = f"; SLOW: a fixed work took up to {self._slowest:.2f} of its fastest" if self._slowest > SLOW else ""
+        slow = f"; SLOW: the probe took up to {self._slowest:.2f} times its fastest" if self._slowest > SLOW else ""
         return [*steady, *({"measure": measure, "case": note} for note in [*notes, self.race.note() + slow])]
 
 
 def only_steady(rows: list[Row], plain: Mapping[str, list[float]]) -> tuple[list[Row], list[str]]:
-    """The rows without the kinds of time in which the plain loop varies too much, and a note for each of these."""
+    """Remove wall or processor times if the plain loop varies too much. Return the rows and a note for each kind."""
     notes: list[str] = []
     for kind, seconds in plain.items():
         if (share := _variation(seconds)) > STEADY:
@@ -130,7 +130,7 @@ def only_steady(rows: list[Row], plain: Mapping[str, list[float]]) -> tuple[list
 
 
 def _variation(seconds: list[float]) -> float:
-    """Width of the middle half, relative to the median; 0 for too few rounds."""
+    """Interquartile range relative to the median, or 0 for too few rounds."""
     if len(seconds) < 3:
         return 0.0
     low, _, high = quantiles(seconds, n=4)
@@ -152,7 +152,7 @@ def _processor(comparison: Comparison, ours: str, peer: str, unit: float) -> Row
 
 
 def run(quick: bool) -> Table:
-    """Wire, set-up, failures, overhead, sleeping stages and a real model."""
+    """Bytes on the wire, set-up, failures, overhead, sleeping stages and a real model."""
     # Ranks are forked from a server that has imported everything.
     set_forkserver_preload(["torch.distributed.pipelining", "benchmarks.pipeline.rank_steps", rank_checks.__name__])
     forkserver.ensure_running()
@@ -160,10 +160,10 @@ def run(quick: bool) -> Table:
     for section in (_wire_and_links, _failures, _overhead, _sleeping, _transformer):
         progress(section.__name__.strip("_"))
         rows += section(quick)
-    title = "a pipe over processes, beside torch.distributed.pipelining and a loop of isend and irecv"
+    title = "a pipe over processes, compared with torch.distributed.pipelining and a loop of isend and irecv"
     notes = [
         "  overhead: microseconds per micro-batch and rank beyond the plain loop's share of an ideal pipeline; its CPU",
-        "  columns are processor microseconds per micro-batch and rank, the layers' own included. Elsewhere: per step.",
+        "  columns are processor microseconds per micro-batch and rank, layers included. Elsewhere: per step.",
     ]
     return Table(title, rows, notes)
 
@@ -182,15 +182,15 @@ def _wire_and_links(quick: bool) -> list[Row]:
 
 
 def _wire(group: Ranks, case: str, skips: rank_checks.Skips, schedule: str) -> Row:
-    """Whether every value crossed exactly once per destination rank and direction."""
+    """Check that every value crossed exactly once per destination rank and direction."""
     blocks = len(skips.writes)
     workers = [stage % group.size for stage in range(blocks)]
     sent = group.run(rank_checks.wire_of, skips, schedule)
-    found = {(rank, other): sizes for rank, by_rank in enumerate(sent) for other, sizes in by_rank.items()}
+    actual = {(rank, other): sizes for rank, by_rank in enumerate(sent) for other, sizes in by_rank.items()}
     expected = rank_checks.expected_bytes(skips, workers)
-    total, ideal = (sum(map(sum, each.values())) for each in (found, expected))
-    verdict = "holds" if found == expected else "falls short"
-    row = _row("wire, bytes of a step", case, (f"{total:,}", f"{ideal:,}"), total / ideal, {"wanted": "exact"})
+    total, ideal = (sum(map(sum, sizes.values())) for sizes in (actual, expected))
+    verdict = "holds" if actual == expected else "falls short"
+    row = _row("wire, bytes of a step", case, (f"{total:,}", f"{ideal:,}"), total / ideal, {"required": "exact"})
     return {**row, "verdict": verdict}
 
 
@@ -202,15 +202,15 @@ def _failures(quick: bool) -> list[Row]:
     raised, killed = list[float](), list[float]()
     for _ in range(1 if quick else 3):
         with fresh_ranks(3) as group:
-            found = group.run(rank_checks.fail_on, 1)
-            raised.append(max(known for _, known in found) - max(at for at, _ in found))
+            times = group.run(rank_checks.fail_on, 1)
+            raised.append(max(known for _, known in times) - max(at for at, _ in times))
             group.start(rank_checks.fail_on, None)
             time.sleep(0.5)
             killed_at = time.monotonic()
             group.signal(1, signal.SIGKILL)
             outcomes: list[Any] = group.collect(without=(1,))
             if any(outcomes[rank] is None or outcomes[rank].text for rank in (0, 2)):
-                raise RuntimeError(f"the ranks did not survive the kill of another one: {outcomes}")
+                raise RuntimeError(f"the other ranks did not survive the kill of rank 1: {outcomes}")
             killed.append(max(outcomes[rank].result[1] for rank in (0, 2)) - killed_at)
     cases = {"an exception": raised, "SIGKILL": killed}
     return [
@@ -224,39 +224,39 @@ def _overhead(quick: bool) -> list[Row]:
 
 
 def overhead_of(kind: str, quick: bool, patience: float = 60.0) -> list[Row]:
-    """The rows of one schedule. Few candidates make short rounds."""
+    """Rows of one schedule, compared alone so that rounds are short."""
     chunks = 8 if quick else 32
     with fresh_ranks(2) as group:
         names = group.run(rank_steps.prepare_tiny, chunks, [kind])[0]
         rounds, calls = (1, 1) if quick else (25, 1)
-        found = Comparison(group, names, rounds=rounds, calls=calls, patience=0.0 if quick else patience)
-    measure, seconds = "overhead, us", found.race.seconds
+        comparison = Comparison(group, names, rounds=rounds, calls=calls, patience=0.0 if quick else patience)
+    measure, seconds = "overhead, us", comparison.race.seconds
 
     def beyond(name: str) -> list[float]:
-        """Per round, the seconds beyond the plain loop's share: half of it, and the bubble of one micro-batch."""
+        """Seconds per round beyond the ideal: half of the plain loop, plus the bubble of one micro-batch."""
         ideal = [plain * (chunks + 1) / (2 * chunks) for plain in seconds["plain"]]
-        return [(each - best) / chunks for each, best in zip(seconds[name], ideal, strict=True)]
+        return [(measured - best) / chunks for measured, best in zip(seconds[name], ideal, strict=True)]
 
     def row(peer: str, most: float) -> Row:
         ours, theirs = beyond(f"torchweft {kind}"), beyond(f"{peer} {kind}")
-        cpu = _processor(found, f"torchweft {kind}", f"{peer} {kind}", 1e6 / chunks)
+        cpu = _processor(comparison, f"torchweft {kind}", f"{peer} {kind}", 1e6 / chunks)
         if median(theirs) <= 0:
             return {"measure": measure, "case": f"{kind}, {peer}: the peer took less than its ideal", **cpu}
-        # On a busy machine a peer can seem to cost nothing in some round, so the ratio is that of the medians.
+        # On a busy machine the peer can seem to cost nothing in some rounds, so use the ratio of the medians.
         ratio = median(ours) / median(theirs)
         values = (f"{median(ours) * 1e6:.0f}", f"{median(theirs) * 1e6:.0f}")
         return _row(measure, f"{kind}, {peer}", values, ratio, {**cpu, **at_most(ratio, most)})
 
     limits = {"raw": RAW[kind]} if kind in RAW else {}
-    return found.rows(measure, [row(peer, most) for peer, most in {**limits, "torch": OVERHEAD[kind]}.items()])
+    return comparison.rows(measure, [row(peer, most) for peer, most in {**limits, "torch": OVERHEAD[kind]}.items()])
 
 
 def _sleeping(quick: bool) -> list[Row]:
     ranks, chunks, seconds = 4, 8, 0.002 if quick else 0.02
     with fresh_ranks(ranks) as group:
         names = group.run(rank_steps.prepare_sleep, seconds, chunks, list(SLEEP))[0]
-        found = Comparison(group, names, rounds=1 if quick else 3, calls=1, patience=0.0 if quick else 25.0)
-    measure, race = "sleeping stages, share", found.race
+        comparison = Comparison(group, names, rounds=1 if quick else 3, calls=1, patience=0.0 if quick else 25.0)
+    measure, race = "sleeping stages, share", comparison.race
 
     def row(kind: str, least: float) -> Row:
         table = rank_steps.table_of(kind, ranks, chunks)
@@ -265,23 +265,23 @@ def _sleeping(quick: bool) -> list[Row]:
         ours, torchs = f"torchweft {kind}", f"torch {kind}"
         ratio = race.ratio(torchs, ours)
         shares = f"{best / race.median(ours):.3f}", f"{best / race.median(torchs):.3f}"
-        more = {**_processor(found, ours, torchs, 1e3), **(at_least(ratio, least) if least else {})}
+        more = {**_processor(comparison, ours, torchs, 1e3), **(at_least(ratio, least) if least else {})}
         return _row(measure, f"{kind}, torch", shares, ratio, more)
 
-    kinds = [row(kind, least) for kind, least in SLEEP.items()]
-    bubbles, early = "fused zero bubble x1", "fused 1f1b"
-    ratio = race.ratio(bubbles, early)
-    times = f"{race.median(bubbles) * 1e3:.0f}", f"{race.median(early) * 1e3:.0f}"
-    more = {**_processor(found, bubbles, early, 1e3), **at_most(ratio, FUSED)}
-    return found.rows(measure, [*kinds, _row("fused zero bubble, ms", "torchweft 1f1b", times, ratio, more)])
+    rows = [row(kind, least) for kind, least in SLEEP.items()]
+    zero_bubble, one_f_one_b = "fused zero bubble x1", "fused 1f1b"
+    ratio = race.ratio(zero_bubble, one_f_one_b)
+    times = f"{race.median(zero_bubble) * 1e3:.0f}", f"{race.median(one_f_one_b) * 1e3:.0f}"
+    more = {**_processor(comparison, zero_bubble, one_f_one_b, 1e3), **at_most(ratio, FUSED)}
+    return comparison.rows(measure, [*rows, _row("fused zero bubble, ms", "torchweft 1f1b", times, ratio, more)])
 
 
 def _transformer(quick: bool) -> list[Row]:
     with fresh_ranks(2) as group:
         sequence, rows_each = (16, 1) if quick else (64, 2)
         names = group.run(rank_steps.prepare_transformer, sequence, rows_each, 8, TRANSFORMER)[0]
-        found = Comparison(group, names, rounds=1 if quick else 5, calls=1, patience=0.0 if quick else 25.0)
-    measure, race = "4-layer transformer, ms", found.race
+        comparison = Comparison(group, names, rounds=1 if quick else 5, calls=1, patience=0.0 if quick else 25.0)
+    measure, race = "4-layer transformer, ms", comparison.race
 
     best = min((name for name in names if name.startswith("torch")), key=race.median)
     fastest = min((name for name in names if name.startswith("torchweft")), key=race.median)
@@ -290,6 +290,6 @@ def _transformer(quick: bool) -> list[Row]:
         name = f"torchweft {kind}"
         ratio = race.ratio(best, name)
         values = f"{race.median(name) * 1e3:.0f}", f"{race.median(best) * 1e3:.0f}"
-        more = {**_processor(found, name, best, 1e3), **(at_least(ratio, 1.0) if name == fastest else {})}
+        more = {**_processor(comparison, name, best, 1e3), **(at_least(ratio, 1.0) if name == fastest else {})}
         rows.append(_row(measure, f"{kind}, {best}", values, ratio, more))
-    return found.rows(measure, rows)
+    return comparison.rows(measure, rows)

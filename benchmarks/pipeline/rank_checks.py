@@ -1,5 +1,5 @@
-"""Facts about a pipe over processes, for `pipeline.processes`: bytes on the wire, set-up time, time until a failure is
-known. Each function runs on every rank."""
+"""Properties of a pipe over processes, for `pipeline.processes`: bytes on the wire, set-up time, and the time until a
+failure is known. Each function runs on every rank."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -16,11 +16,11 @@ from torchweft.core.errors import WeftError
 from torchweft.pipeline.processes.links import Links
 
 CHUNKS, ROWS, WIDTH = 4, 8, 16
-LONGEST = 20.0  # seconds until a rank that hears of no failure gives up
+LONGEST = 20.0  # seconds until a rank without a failure aborts
 
 
 class Skips(NamedTuple):
-    """A stack of blocks, one per stage: the skips that each writes and reads. Skip n has 20 + n columns."""
+    """Skips written and read by each block of a stack with one block per stage. Skip n has 20 + n columns."""
 
     writes: Sequence[Sequence[int]]
     reads: Sequence[Sequence[int]]
@@ -32,22 +32,22 @@ def unet() -> Skips:
 
 
 def dense(blocks: int) -> Skips:
-    """Every block reads a value of each block before it."""
+    """Stack in which every block reads a skip of each block before it."""
     writes = [[number] if number < blocks - 1 else [] for number in range(blocks)]
     return Skips(writes, [list(range(number)) for number in range(blocks)])
 
 
 def columns(skip: int) -> int:
-    """The width of a skip, different from all others and from the main path."""
+    """Width of a skip, which differs from all others and from the main path."""
     return WIDTH + 4 + skip
 
 
 def expected_bytes(skips: Skips, workers: Sequence[int]) -> dict[tuple[int, int], list[int]]:
     """Bytes of each skip and of the main path in one step, by sender and destination rank, in order of size.
 
-    A value goes once to each other rank with a reader, and its gradient once from each of them.
+    A value is sent once to each other rank with a reader. Each of these ranks sends one gradient back.
     """
-    found: dict[tuple[int, int], list[int]] = {}
+    expected: dict[tuple[int, int], list[int]] = {}
     values = [(WIDTH, stage, [stage + 1]) for stage in range(len(workers) - 1)]
     for source, written in enumerate(skips.writes):
         for skip in written:
@@ -56,9 +56,9 @@ def expected_bytes(skips: Skips, workers: Sequence[int]) -> dict[tuple[int, int]
     for width, source, readers in values:
         home, size = workers[source], ROWS * width * 4
         for rank in {workers[reader] for reader in readers} - {home}:
-            found.setdefault((home, rank), []).append(size)
-            found.setdefault((rank, home), []).append(size)
-    return {pair: sorted(sizes) for pair, sizes in found.items()}
+            expected.setdefault((home, rank), []).append(size)
+            expected.setdefault((rank, home), []).append(size)
+    return {pair: sorted(sizes) for pair, sizes in expected.items()}
 
 
 def _block(writes: Sequence[int], reads: Sequence[int]) -> nn.Module:
@@ -81,8 +81,8 @@ def _block(writes: Sequence[int], reads: Sequence[int]) -> nn.Module:
 
 
 def wire_of(skips: Skips, schedule: str) -> dict[int, list[int]]:
-    """The bytes that this rank sent in one step by destination rank: those of each route of values, in order of size.
-    The losses are left out, which the last stage's rank sends to all."""
+    """Bytes that this rank sent in one step, by destination rank: the bytes of each route, in order of size.
+    The losses that the last stage's rank sends to all ranks are left out."""
     torch.manual_seed(0)
     layers = nn.Sequential(*[_block(*block) for block in zip(*skips, strict=True)])
     pipe = _pipe(layers, CHUNKS, schedule)
@@ -93,7 +93,7 @@ def wire_of(skips: Skips, schedule: str) -> dict[int, list[int]]:
         int(rank): sorted(size for route, size in routes.items() if int(route) >= 0 and size not in (0, 4 * CHUNKS))
         for rank, routes in counts
     }
-    return {rank: found for rank, found in sizes.items() if found}
+    return {rank: of_routes for rank, of_routes in sizes.items() if of_routes}
 
 
 def _pipe(layers: nn.Sequential, chunks: int, schedule: str) -> weft.Pipe:
@@ -113,7 +113,7 @@ def seconds_to_link() -> float:
 
 
 class _Breakable(nn.Module):
-    """A layer that raises when it is told to, and notes when that was."""
+    """A layer that raises if `breaks` is set, and stores the time of the exception."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,19 +127,20 @@ class _Breakable(nn.Module):
 
 
 def fail_on(rank: int | None) -> tuple[float, float]:
-    """Train until a step fails; when a layer raised on this rank (0 if none did), and when the failure was known here.
+    """Train until a step fails. The layer of `rank` raises in the fourth step.
 
-    A layer of `rank` fails in the fourth step. The clock is the same for all processes of a host.
+    Return when a layer raised on this rank (0 without an exception), and when the failure was known here. All processes
+    of a host share the clock.
     """
     layers = nn.Sequential(*[_Breakable() for _ in range(dist.get_world_size())])
     pipe, (x, target) = _pipe(layers, 3, "1f1b"), torch.randn(2, 6, 4)
-    here: Any = layers[dist.get_rank()]
+    own_layer: Any = layers[dist.get_rank()]
     end, steps = time.monotonic() + LONGEST, 0
     while time.monotonic() < end:
-        here.breaks = steps == 3 and dist.get_rank() == rank
+        own_layer.breaks = steps == 3 and dist.get_rank() == rank
         steps += 1
         try:
             pipe(x, target=target).backward()
         except (ValueError, WeftError):
-            return here.raised, time.monotonic()
+            return own_layer.raised, time.monotonic()
     raise RuntimeError(f"no failure was known within {LONGEST} s")

@@ -1,11 +1,11 @@
 """Training steps over processes, for `pipeline.processes`: each rank prepares them once and then runs them by name.
 
     torchweft NAME     `weft.Pipe` over the ranks
-    torch NAME    the schedule of `torch.distributed.pipelining` that goes by another name
-    raw NAME      a loop of isend and irecv over the same row of the table; two ranks only
-    plain         the micro-batches one after another on rank 0, without any communication
+    torch NAME         the corresponding schedule of `torch.distributed.pipelining`
+    raw NAME           a loop of isend and irecv over the same row of the table, for two ranks only
+    plain              the micro-batches one after another on rank 0, without communication
 
-All train the same layers on the same micro-batches, and return the losses of the rank that has them.
+All train the same layers on the same micro-batches. They return the losses on the rank that computes them.
 """
 
 import time
@@ -30,10 +30,10 @@ MakeLayers = Callable[[int], nn.Sequential]
 
 
 class Kind(NamedTuple):
-    """A schedule: ours, the class of torch, and the number of stages on each rank."""
+    """A schedule of torchweft, the class of torch for it, and the number of stages on each rank."""
 
-    ours: Callable[[int], str | ScheduleFunction]
-    torchs: str
+    schedule_of: Callable[[int], str | ScheduleFunction]
+    torch_class: str
     per_rank: int = 1
 
 
@@ -51,9 +51,9 @@ KINDS = {
 
 
 class Sample(NamedTuple):
-    """Seconds and processor seconds of one step on one rank, and the mean loss where it is known.
+    """Wall and processor seconds of one step on one rank, and the mean loss on the rank that computes it.
 
-    `probe` has the seconds of a fixed work, before and after the steps. It does not depend on any candidate.
+    `probe` is the duration of fixed work before and after the steps. It does not depend on the candidate.
     """
 
     wall: float
@@ -63,13 +63,13 @@ class Sample(NamedTuple):
 
 
 def table_of(kind: str, ranks: int, chunks: int) -> Schedule:
-    """Our table for a schedule."""
-    ours, _, per_rank = KINDS[kind]
-    return build(ours(ranks), ranks * per_rank, chunks)
+    """torchweft's table of a schedule."""
+    schedule_of, _, per_rank = KINDS[kind]
+    return build(schedule_of(ranks), ranks * per_rank, chunks)
 
 
-class SleepBack(torch.autograd.Function):
-    """Sleeps in its backward alone."""
+class SleepInBackward(torch.autograd.Function):
+    """Copy whose backward sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -83,7 +83,7 @@ class SleepBack(torch.autograd.Function):
 
 
 class SplitSleep(nn.Module):
-    """Sleeps equally long for its output, for the gradient of its input and for that of its weight."""
+    """Sleeps equally long for the output, the gradient of the input and the gradient of the weight."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -91,11 +91,11 @@ class SplitSleep(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
-        return SleepBack.apply(x, self.seconds) + SleepBack.apply(self.weight, self.seconds)
+        return SleepInBackward.apply(x, self.seconds) + SleepInBackward.apply(self.weight, self.seconds)
 
 
 class _Fused(torch.autograd.Function):
-    """One backward for the gradients of the input and of the weight."""
+    """Addition with a single backward for both gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -121,7 +121,7 @@ class FusedSleep(nn.Module):
 
 
 class Candidates:
-    """The steps of one comparison on this rank, by name."""
+    """Steps of one comparison on this rank, by name."""
 
     def __init__(self, make: MakeLayers, x: Tensor, target: Tensor, chunks: int) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -129,14 +129,14 @@ class Candidates:
         self.steps: dict[str, Step] = {}
 
     def add_plain(self, micro_batches: int) -> None:
-        """The loop without communication, over the first micro-batches."""
+        """Add the loop without communication, over the first `micro_batches`."""
         layers = self._make(self.ranks)
         pieces = list(zip(self._x.chunk(self._chunks), self._target.chunk(self._chunks), strict=True))
 
         def step() -> list[Tensor]:
             losses: list[Tensor] = []
-            for piece, wanted in pieces[:micro_batches]:
-                loss = functional.mse_loss(layers(piece), wanted)
+            for piece, piece_target in pieces[:micro_batches]:
+                loss = functional.mse_loss(layers(piece), piece_target)
                 (loss / self._chunks).backward()
                 losses.append(loss.detach())
             return losses
@@ -144,15 +144,15 @@ class Candidates:
         idle: Step = list
         self.steps["plain"] = idle if self.rank else step
 
-    def add_ours(self, kind: str, name: str = "") -> None:
-        """A pipe over all ranks."""
+    def add_pipe(self, kind: str, name: str = "") -> None:
+        """Add a pipe over all ranks."""
         stages = self.ranks * KINDS[kind].per_rank
         layers = self._make(stages)
         pipe = weft.Pipe(
             layers,
             chunks=self._chunks,
             balance=[len(layers) // stages] * stages,
-            schedule=KINDS[kind].ours(self.ranks),
+            schedule=KINDS[kind].schedule_of(self.ranks),
             loss=functional.mse_loss,
             checkpoint="never",
             group=dist.group.WORLD,
@@ -165,33 +165,33 @@ class Candidates:
 
         self.steps[name or f"torchweft {kind}"] = step
 
-    def add_torchs(self, kind: str) -> None:
-        """The schedule of torch, over the same stages."""
+    def add_torch_schedule(self, kind: str) -> None:
+        """Add the schedule of torch over the same stages."""
         _, schedule_name, per_rank = KINDS[kind]
         stages = self.ranks * per_rank
         layers = self._make(stages)
         size = len(layers) // stages
         folded = kind in ("zbv", "dualpipev")
         numbers = [self.rank, stages - 1 - self.rank] if folded else [*range(self.rank, stages, self.ranks)]
-        made = [
+        stage_list = [
             pipelining.PipelineStage(layers[number * size : (number + 1) * size], number, stages, torch.device("cpu"))
             for number in numbers
         ]
-        kind_of_torch: Any = getattr(schedules, schedule_name)
-        is_multi = issubclass(kind_of_torch, schedules.PipelineScheduleMulti)
-        schedule = kind_of_torch(made if is_multi else made[0], self._chunks, loss_fn=functional.mse_loss)
+        schedule_class: Any = getattr(schedules, schedule_name)
+        is_multi = issubclass(schedule_class, schedules.PipelineScheduleMulti)
+        schedule = schedule_class(stage_list if is_multi else stage_list[0], self._chunks, loss_fn=functional.mse_loss)
         inputs = [self._x] if 0 in numbers else []
 
         def step() -> list[Tensor]:
             losses: list[Tensor] = []
-            given: Any = {"target": self._target, "losses": losses} if stages - 1 in numbers else {}
-            schedule.step(*inputs, **given)
+            arguments: Any = {"target": self._target, "losses": losses} if stages - 1 in numbers else {}
+            schedule.step(*inputs, **arguments)
             return [loss.detach() for loss in losses]
 
         self.steps[f"torch {kind}"] = step
 
     def add_raw(self, kind: str) -> None:
-        """A loop by hand, over the row of this rank; an activation has the size of an input."""
+        """Add a hand-written loop over the row of this rank. Activations must have the size of an input."""
         row = table_of(kind, self.ranks, self._chunks).workers[self.rank]
         layers = self._make(self.ranks)
         half = len(layers) // 2
@@ -201,9 +201,9 @@ class Candidates:
     def _run_raw(self, part: nn.Module, row: Iterable[Any]) -> list[Tensor]:
         peer, count = 1 - self.rank, self._chunks
         inputs, targets = self._x.chunk(count), self._target.chunk(count)
-        # gloo takes milliseconds longer for a message that arrives before its receive is posted.
-        rooms = [torch.empty_like(piece) for piece in inputs]
-        receives: Any = [dist.irecv(room, peer, tag=number) for number, room in enumerate(rooms)]
+        # Post all receives first: gloo delays a message that arrives before its receive by milliseconds.
+        buffers = [torch.empty_like(piece) for piece in inputs]
+        receives: Any = [dist.irecv(buffer, peer, tag=number) for number, buffer in enumerate(buffers)]
         sends: list[Any] = []
         graphs: dict[int, tuple[Tensor, Tensor]] = {}
         losses: list[Tensor] = []
@@ -212,7 +212,7 @@ class Candidates:
                 x = inputs[number]
                 if self.rank:
                     receives[number].wait()
-                    x = rooms[number].requires_grad_()
+                    x = buffers[number].requires_grad_()
                 y = part(x)
                 if self.rank:
                     losses.append(functional.mse_loss(y, targets[number]))
@@ -227,14 +227,14 @@ class Candidates:
                     sends.append(dist.isend(x.grad, peer, tag=number))
                 else:
                     receives[number].wait()
-                    y.backward(rooms[number])
+                    y.backward(buffers[number])
         for send in sends:
             send.wait()
         return [loss.detach() for loss in losses]
 
 
 _prepared: dict[str, Step] = {}
-"""On a rank: the steps of the comparison that runs."""
+"""Steps of the current comparison on this rank."""
 
 
 def _keep(candidates: Candidates) -> list[str]:
@@ -244,7 +244,7 @@ def _keep(candidates: Candidates) -> list[str]:
 
 
 def prepare_sleep(seconds: float, chunks: int, kinds: list[str]) -> list[str]:
-    """Stages that sleep; the names of the steps."""
+    """Prepare sleeping stages, and return the names of the steps."""
     torch.manual_seed(0)
     x, target = torch.randn(2, 2 * chunks, 4)
     ranks = dist.get_world_size()
@@ -258,17 +258,17 @@ def prepare_sleep(seconds: float, chunks: int, kinds: list[str]) -> list[str]:
     candidates = Candidates(make, x, target, chunks)
     candidates.add_plain(1)
     for kind in kinds:
-        candidates.add_ours(kind)
-        candidates.add_torchs(kind)
+        candidates.add_pipe(kind)
+        candidates.add_torch_schedule(kind)
     fused = Candidates(make_fused, x, target, chunks)
     for kind in ("1f1b", "zero bubble x1"):
-        fused.add_ours(kind, f"fused {kind}")
+        fused.add_pipe(kind, f"fused {kind}")
     candidates.steps.update(fused.steps)
     return _keep(candidates)
 
 
 def prepare_tiny(chunks: int, kinds: list[str]) -> list[str]:
-    """Eight layers of a few microseconds; the names of the steps."""
+    """Prepare eight layers of a few microseconds each, and return the names of the steps."""
     torch.manual_seed(0)
     x, target = torch.randn(2, 2 * chunks, 8)
 
@@ -279,27 +279,27 @@ def prepare_tiny(chunks: int, kinds: list[str]) -> list[str]:
     candidates = Candidates(make, x, target, chunks)
     candidates.add_plain(chunks)
     for kind in kinds:
-        candidates.add_ours(kind)
-        candidates.add_torchs(kind)
+        candidates.add_pipe(kind)
+        candidates.add_torch_schedule(kind)
         if KINDS[kind].per_rank == 1:
             candidates.add_raw(kind)
     return _keep(candidates)
 
 
 def prepare_transformer(sequence: int, rows: int, chunks: int, kinds: list[str]) -> list[str]:
-    """The encoder of `pipeline.transformer`; the names of the steps."""
+    """Prepare the encoder of `pipeline.transformer`, and return the names of the steps."""
     torch.manual_seed(1)
     x, target = torch.randn(2, rows * chunks, sequence, 256)
     candidates = Candidates(lambda _: encoder(sequence), x, target, chunks)
     candidates.add_plain(chunks)
     for kind in kinds:
-        candidates.add_ours(kind)
-        candidates.add_torchs(kind)
+        candidates.add_pipe(kind)
+        candidates.add_torch_schedule(kind)
     return _keep(candidates)
 
 
 def _probe() -> float:
-    """Seconds of a fixed work of small operators, as a measure of the speed that the machine gives at present."""
+    """Duration of fixed work with small operators, as a measure of the current speed of the machine."""
     layers, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)]), torch.ones(2, 8)
     begun = time.perf_counter()
     for _ in range(12):
@@ -308,7 +308,7 @@ def _probe() -> float:
 
 
 def sample(name: str, calls: int) -> Sample:
-    """Run a step so many times on this rank, together with the others."""
+    """Run a step `calls` times on this rank, together with the other ranks."""
     step, losses = _prepared[name], list[Tensor]()
     dist.barrier()
     probe = _probe()

@@ -1,13 +1,13 @@
-"""Lifetime of a skip tensor: from its stash to the end of its last reader, and not beyond.
+"""Lifetime of a skip tensor, which must end with its last reader.
 
     stage 0   F0 ──stash──┐                                      B0
     stage 2         F0    │ reads                     B0 ──┐ last reader
     stage 3            F0 │ reads             B0           │
                           ├────────── alive ───────────────┤~~ too long ~~
 
-The tensors of this benchmark live in memory of numpy, which tells when it is given back; so it is the storage
-that is watched, however many tensors look into it. A recomputation of the source makes the tensor once more,
-for the graph only; that copy is never read, so it is not judged, but it is counted.
+The skip tensors use memory of numpy arrays, and a finalizer records when it is freed. This tracks the storage itself,
+which several tensors can view. A recomputation of the source makes a copy for the graph alone. No stage reads that
+copy, so it is counted but not judged.
 """
 
 import time
@@ -26,27 +26,27 @@ from benchmarks.pipeline.work import step_with_target
 from benchmarks.table import Row, Table, at_most
 from torchweft.pipeline.tracing import ActionEvent
 
-WANTED = 1.0  # milliseconds; the freeing itself takes some time
+REQUIRED = 1.0  # milliseconds; the freeing itself takes some time
 MODES = (("gpipe", "never"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))
 
 
 @dataclass
 class Life:
-    """One storage: when it was made, and when it was given back."""
+    """When one storage was allocated, and when it was freed."""
 
     start: float
     end: float = float("inf")
 
 
 class _Watched(torch.autograd.Function):
-    """A copy whose storage notes its life in a list."""
+    """Copy whose storage is recorded in `lives`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lives: list[Life]) -> Tensor:
         life = Life(time.perf_counter())
         lives.append(life)
         memory = np.array(x.detach().numpy())
-        weakref.finalize(memory, _ended, life)
+        weakref.finalize(memory, _record_end, life)
         return torch.from_numpy(memory)
 
     @staticmethod
@@ -54,15 +54,15 @@ class _Watched(torch.autograd.Function):
         return gradients[0], None
 
 
-def _ended(life: Life) -> None:
+def _record_end(life: Life) -> None:
     life.end = time.perf_counter()
 
 
 def run(quick: bool) -> Table:
-    """By how much skip tensors outlive their last reader."""
+    """Time by which skip tensors outlive their last reader."""
     seconds = 0.002 if quick else 0.005
     rows = [_row(schedule, checkpoint, seconds) for schedule, checkpoint in MODES]
-    title = f"life of a skip tensor from stage {SOURCE} to {READERS} of {STAGES}, {CHUNKS} micro-batches"
+    title = f"lifetime of a skip tensor from stage {SOURCE} to {READERS} of {STAGES}, {CHUNKS} micro-batches"
     return Table(title, rows)
 
 
@@ -93,9 +93,9 @@ def _row(schedule: str, checkpoint: str, seconds: float) -> Row:
         "checkpoint": checkpoint,
         "tensors": f"{len(beyond)}",
         "copies recomputed": f"{len(lives) - len(beyond)}",
-        "longest life ms": f"{max(life.end - life.start for life in lives) * 1e3:.1f}",
+        "longest lifetime ms": f"{max(life.end - life.start for life in lives) * 1e3:.1f}",
         "alive too long, at most ms": f"{longest:.2f}",
-        **at_most(longest, WANTED),
+        **at_most(longest, REQUIRED),
     }
 
 
@@ -107,5 +107,5 @@ def _beyond(life: Life, events: list[ActionEvent]) -> float:
 
 
 def _made_in(life: Life, events: list[ActionEvent]) -> ActionEvent:
-    """The event in which the storage was made."""
+    """The action that allocated the storage."""
     return next(e for e in events if e.action.stage == SOURCE and e.start <= life.start <= e.end)

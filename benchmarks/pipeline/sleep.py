@@ -1,11 +1,11 @@
 """Share of the ideal schedule that a pipeline reaches if its stages need no processor.
 
-    stage 0   F0 F1 F2 F3 ...                        layers that sleep: nobody waits for a core,
-    stage 1      F0 F1 F2 F3 ...                     so whatever is lost, the pipeline itself has lost
+    stage 0   F0 F1 F2 F3 ...                        Layers sleep, so that no thread waits for a core.
+    stage 1      F0 F1 F2 F3 ...                     All lost time is therefore overhead of the pipeline.
 
-The ideal is the forecast of the same table from the nominal times. A table that splits is forecast in two
-parts, since its backward starts when the caller asks for it. torchgpipe has one worker per device, so that
-stages on one CPU take turns.
+The ideal is the forecast of the same table with the nominal times. A table that allows an external loss is forecast in
+two parts, because its backward starts when the caller requests it. torchgpipe has one worker per device, so that its
+stages on one CPU run in turn.
 """
 
 import time
@@ -21,7 +21,7 @@ from benchmarks.table import Row, Table, at_least
 from torchweft.pipeline.simulate import StageCost, forecast
 
 STAGES, CHUNKS = 4, 8
-WANTED = 0.97
+REQUIRED = 0.97
 
 
 class _Sleep(torch.autograd.Function):
@@ -38,7 +38,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleep(nn.Module):
-    """A layer that takes some time, and nothing else."""
+    """Identity layer that sleeps in forward and backward."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -46,25 +46,24 @@ class Sleep(nn.Module):
         self.shift = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`, later."""
         return _Sleep.apply(x + self.shift, *self.seconds)
 
 
 def ideal(schedule: weft.Schedule, forward: float, backward: float, checkpoint: str) -> float:
-    """Seconds of the table, if nothing but the layers took time."""
+    """Seconds of the table if only the layers take time."""
     last = schedule.micro_batches - 1
 
     def recomputed(stage: int, micro_batch: int) -> bool:
         return checkpoint == "always" or (checkpoint == "except_last" and micro_batch < last)
 
-    whole = StageCost(forward, backward, recompute=forward)
-    ahead, back = StageCost(forward, 0.0), StageCost(0.0, backward, recompute=forward)
-    parts = [ahead, back] if schedule.allows_external_loss else [whole]
+    combined = StageCost(forward, backward, recompute=forward)
+    forward_part, backward_part = StageCost(forward, 0.0), StageCost(0.0, backward, recompute=forward)
+    parts = [forward_part, backward_part] if schedule.allows_external_loss else [combined]
     return sum(forecast(schedule, [part] * schedule.stages, checkpointed=recomputed).total for part in parts)
 
 
 def run(quick: bool) -> Table:
-    """The share of the ideal that each checkpoint mode and schedule reaches."""
+    """Share of the ideal, by schedule, checkpoint mode and executor."""
     scale = 0.03 if quick else 1.0
     times = (0.020 * scale, 0.040 * scale)
     model = nn.Sequential(*[Sleep(*times) for _ in range(STAGES)])
@@ -73,14 +72,14 @@ def run(quick: bool) -> Table:
         rows += _gpipe(model, times, checkpoint, 1 if quick else 5)
     for checkpoint in ("never", "always"):
         rows += _one_f_one_b(model, times, checkpoint, 1 if quick else 5)
-    title = f"{STAGES} stages that sleep, {CHUNKS} micro-batches: share of the ideal schedule"
+    title = f"{STAGES} sleeping stages, {CHUNKS} micro-batches: share of the ideal schedule"
     return Table(title, rows)
 
 
 def _gpipe(model: nn.Sequential, times: tuple[float, float], checkpoint: str, rounds: int) -> list[Row]:
     progress(f"gpipe, checkpoint {checkpoint}")
     x, parameters = torch.zeros(CHUNKS, 1), list(model.parameters())
-    pipes = {each: pipe_of(model, STAGES, CHUNKS, checkpoint, each) for each in ("threads", "auto")}
+    pipes = {executor: pipe_of(model, STAGES, CHUNKS, checkpoint, executor) for executor in ("threads", "auto")}
     candidates = {name: step(pipe, parameters, x, torch.sum) for name, pipe in pipes.items()}
     choice = decide(pipes["auto"], candidates["auto"])
     peer = peer_of(model, STAGES, CHUNKS, checkpoint)
@@ -99,23 +98,23 @@ def _one_f_one_b(model: nn.Sequential, times: tuple[float, float], checkpoint: s
 
 
 def _rows(
-    candidates: dict[str, Work], schedule: str, checkpoint: str, best: float, rounds: int, called: dict[str, str]
+    candidates: dict[str, Work], schedule: str, checkpoint: str, best: float, rounds: int, labels: dict[str, str]
 ) -> list[Row]:
-    found = race(candidates, rounds=rounds, sample=0.0)
+    result = race(candidates, rounds=rounds, sample=0.0)
     rows: list[Row] = []
     for name in candidates:
-        share = best / found.median(name)
-        judged = {"wanted": "", "verdict": ""} if name == PEER else at_least(share, WANTED)
+        share = best / result.median(name)
+        judged = {"required": "", "verdict": ""} if name == PEER else at_least(share, REQUIRED)
         rows.append(
             {
                 "schedule": schedule,
                 "checkpoint": checkpoint,
-                "run by": called.get(name, name),
-                "ms": f"{found.median(name) * 1e3:.1f}",
+                "run by": labels.get(name, name),
+                "ms": f"{result.median(name) * 1e3:.1f}",
                 "ideal ms": f"{best * 1e3:.1f}",
                 "share": f"{share:.3f}",
                 **judged,
-                "rounds": found.note(),
+                "rounds": result.note(),
             }
         )
     return rows

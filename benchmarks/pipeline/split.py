@@ -1,14 +1,14 @@
-"""Any model in stages, compared with torch's tracer: which models run, exactly or not, and the cost of a program.
+"""Any model in stages, compared with torch's tracer: which models run exactly, and the cost of a program.
 
-    torchweft    weft.Pipe(model, split=[name])                loss and gradients beside a plain loop, rows 8, then 5
-    torch   torch.distributed.pipelining.pipeline(...)    its traced stages, run one after the other on rows 2, then 3
+    torchweft    weft.Pipe(model, split=[name])    loss and gradients against a plain loop, with 8 and then 5 rows
+    torch        pipelining.pipeline(...)          traced stages, run one after the other with 2 and then 3 rows
 
-The costs are of one micro-batch of a GPT-2 with 12 layers in 4 stages: its recorded program beside forward() itself,
-both forward and backward in the caller's thread; a recording in plain forwards; and what choosing the programs of a
-step of 8 micro-batches takes.
+Costs are measured with one micro-batch of a GPT-2 with 12 layers in 4 stages. The recorded program is compared with
+forward(), both with backward and in the caller's thread. A recording is measured in plain forwards. The choice of the
+programs for a step of 8 micro-batches is measured in milliseconds.
 
-Dynamic padding is a run of training steps whose rows and lengths are random, so that most micro-batches have a shape
-that is new. Each batch goes through the pipe and the plain model in turn; processor time of all steps is compared.
+Dynamic padding consists of training steps with random rows and lengths, so that most micro-batches have a new shape.
+Each batch goes through the pipe and the plain model in turn. The processor time of all steps is compared.
 """
 
 import copy
@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
 
 
 class UNet(nn.Module):
-    """Long skips in local variables."""
+    """Model with long skips in local variables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class UNet(nn.Module):
 
 
 def run(quick: bool) -> Table:
-    """A row per model, and a row per figure of cost."""
+    """One row for each model, and one for each cost."""
     logging.disable(logging.WARNING)
     try:
         return _table(quick)
@@ -88,9 +88,9 @@ def _table(quick: bool) -> Table:
         for name, (make, split) in makers.items():
             progress(name)
             torch.manual_seed(0)
-            model = make().eval()  # without dropout, so that both compute the same
+            model = make().eval()  # no dropout, so that results can be compared
             ours = _ours(model, split)
-            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints whole graphs
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the tracer prints whole graphs
                 theirs = _theirs(model, split)
             rows.append({"model": name, "torchweft": ours, "torch's tracer": theirs})
         if transformers is not None:
@@ -98,8 +98,8 @@ def _table(quick: bool) -> Table:
                 rows += _costs(transformers, width, rounds=2 if quick else 25)
             progress("dynamic padding")
             rows += _dynamic_padding(transformers, steps=12 if quick else 401)
-    notes = [] if transformers is not None else ["there is no transformers; the extra `hf` brings it"]
-    return Table("any model in stages: against torch.distributed.pipelining's tracer, and what it costs", rows, notes)
+    notes = [] if transformers is not None else ["transformers is not installed; the extra `hf` contains it"]
+    return Table("any model in stages: comparison with the tracer of torch.distributed, and costs", rows, notes)
 
 
 def _inputs(model: nn.Module, rows: int) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ def _main(output: Any) -> Tensor:
 
 
 def _ours(model: nn.Module, split: tuple[str, ...]) -> str:
-    """The largest difference of an output or gradient from a plain loop over the same micro-batches."""
+    """Largest difference of outputs and gradients from a plain loop over the same micro-batches."""
     plain = copy.deepcopy(model)
     model = copy.deepcopy(model)
     pipe = weft.Pipe(model, chunks=4, split=split, devices=["cpu"] * (len(split) + 1))
@@ -122,13 +122,13 @@ def _ours(model: nn.Module, split: tuple[str, ...]) -> str:
     for rows in (8, 5):
         inputs = _inputs(model, rows)
         plan, leaves = plan_split(inputs, 4)
-        wanted = torch.cat([_main(plain(**unflatten(plan.structure, piece))) for piece in plan.split(leaves)])
-        found = _main(pipe(**inputs))
-        for each, output in ((plain, wanted), (model, found)):
-            each.zero_grad()
+        expected = torch.cat([_main(plain(**unflatten(plan.structure, piece))) for piece in plan.split(leaves)])
+        actual = _main(pipe(**inputs))
+        for trained, output in ((plain, expected), (model, actual)):
+            trained.zero_grad()
             output.square().mean().backward()
         pairs = [
-            (wanted, found),
+            (expected, actual),
             *((p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True)),
         ]
         worst = max(worst, *(float((a - b).abs().max().detach()) for a, b in pairs if a is not None and b is not None))
@@ -136,21 +136,21 @@ def _ours(model: nn.Module, split: tuple[str, ...]) -> str:
 
 
 def _theirs(model: nn.Module, split: tuple[str, ...]) -> str:
-    """The result of torch's own tracer for the same model and split points."""
-    from torch.distributed.pipelining import SplitPoint, pipeline  # noqa: PLC0415 - it takes a second
+    """Result of torch's tracer for the same model and split points."""
+    from torch.distributed.pipelining import SplitPoint, pipeline  # noqa: PLC0415 - the import takes a second
 
     traced = copy.deepcopy(model)
     example = _inputs(model, 2)
     try:
-        pipe = pipeline(traced, (), mb_kwargs=example, split_spec={each: SplitPoint.BEGINNING for each in split})
+        pipe = pipeline(traced, (), mb_kwargs=example, split_spec={name: SplitPoint.BEGINNING for name in split})
         faults: list[str] = []
         if not torch.allclose(_main(pipe(**example)), _main(model(**example)), atol=1e-5):
             faults.append("other numbers")
         names = {name for name, _ in pipe.split_gm.named_parameters(remove_duplicate=False)}
-        own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        originals = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if len({id(p) for p in pipe.split_gm.parameters()}) != len({id(p) for p in model.parameters()}):
             faults.append("ties lost")
-        if not own <= {name.partition(".")[2] for name in names}:
+        if not originals <= {name.partition(".")[2] for name in names}:
             faults.append("keys change")
         try:
             other = _inputs(model, 3)
@@ -175,7 +175,7 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
     options = {"split": split, "devices": ["cpu"] * 4, "executor": "serial"}
     pipe = weft.Pipe(model, chunks=8, sample={"input_ids": tokens}, **options)
     cut = pipe._layout._current_model(pipe)
-    program, code = cut.latest, InterBlockParameters(model, set().union(*cut.members.owned))  # as the stages have it
+    program, code = cut.latest, InterBlockParameters(model, set().union(*cut.members.owned))  # as in the stages
 
     def trained(call: Callable[[], Any]) -> Callable[[], None]:
         def both() -> None:
@@ -187,7 +187,7 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
     batch = {"input_ids": tokens.repeat(2, 1), "attention_mask": torch.ones(8, 32, dtype=torch.long)}
     cut.choose((), batch, 8, 0, check=True, graph=False, joins=True)
     cut.choose((), batch, 8, 0, check=True, graph=False, joins=True)
-    found = race(
+    result = race(
         {
             "plain": trained(lambda: model(input_ids=tokens)),
             "program": trained(lambda: program.replay([tokens], code.get)),
@@ -198,20 +198,20 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
         rounds=rounds,
         sample=0.01 if rounds < 5 else 0.1,
     )
-    program_cost = found.ratio("program", "plain")
+    program_cost = result.ratio("program", "plain")
     figures = {
         "program / plain, forward and backward": (program_cost, 1.02),
-        "a recording, in plain forwards": (found.ratio("record", "forward"), 4.0),
-        "choosing programs of a step, ms": (found.median("choose") * 1e3, 0.5),
+        "a recording, in plain forwards": (result.ratio("record", "forward"), 4.0),
+        "choosing programs of a step, ms": (result.median("choose") * 1e3, 0.5),
     }
     return [
-        {"model": f"GPT-2, 12 layers, d {width}", "figure": name, "measured": f"{value:.3f}", **at_most(value, wanted)}
-        for name, (value, wanted) in figures.items()
+        {"model": f"GPT-2, 12 layers, d {width}", "figure": name, "measured": f"{value:.3f}", **at_most(value, limit)}
+        for name, (value, limit) in figures.items()
     ]
 
 
 def _dynamic_padding(transformers: Any, steps: int) -> list[Row]:
-    """Processor time of steps with 1 to 12 rows of 4 to 40 tokens, in 4 micro-batches and 2 stages."""
+    """Compare the processor time of steps with 1 to 12 rows of 4 to 40 tokens, 4 micro-batches, 2 stages."""
     model, chunks, draw = _gpt2(transformers, 64), 4, random.Random(0)
     pipe = weft.Pipe(model, chunks=chunks, split=["transformer.h.6"], devices=["cpu"] * 2, executor="serial")
 

@@ -1,9 +1,9 @@
 """A peer that ships with PyTorch: 1F1B of `torch.distributed.pipelining`, over two processes and gloo.
 
     this process --"step"--> rank 0, rank 1          each runs its half of the schedule
-                 <--"done"-- rank 0, rank 1          the step has ended when both have
+                 <--"done"-- rank 0, rank 1          a step ends with its last rank
 
-The processes wait for a word on a pipe in between, so that they cost the other candidates nothing.
+Between steps the ranks block on a connection, so that they do not slow the other candidates.
 """
 
 import multiprocessing
@@ -21,29 +21,29 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 RANKS = 2
-PATIENCE = 120  # seconds until a silent rank counts as dead
+PATIENCE = 120  # seconds that a rank can take for a step
 
 MakeStage = Callable[[int, int], nn.Module]
-"""``make(size, rank) -> stage``; a function of a module, since it travels to another process."""
+"""``make(size, rank) -> stage``. Must be a module-level function, because it is pickled."""
 
 
 class TorchPeer:
-    """Two processes that train together, one step per word. Use as a context manager."""
+    """Two processes that train together, one step per message. Use as a context manager."""
 
     def __init__(self, make: MakeStage, size: int, x: Tensor, target: Tensor, chunks: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        self._lines: list[Connection] = []
+        self._connections: list[Connection] = []
         self._ranks: list[multiprocessing.context.SpawnProcess] = []
         for rank, data in enumerate((x, target)):
-            line, theirs = context.Pipe()
-            # Data as numpy arrays: tensors would travel through files that both sides must clean up.
-            job = (theirs, store, rank, make, size, data.numpy(), chunks)
+            connection, remote_end = context.Pipe()
+            # Pass data as numpy arrays: tensors would be sent through files that both sides must remove.
+            job = (remote_end, store, rank, make, size, data.numpy(), chunks)
             process = context.Process(target=_serve, args=job, daemon=True)
             process.start()
-            theirs.close()
-            self._lines.append(line)
+            remote_end.close()
+            self._connections.append(connection)
             self._ranks.append(process)
 
     @property
@@ -52,23 +52,23 @@ class TorchPeer:
         return [rank.pid for rank in self._ranks if rank.pid is not None]
 
     def step(self) -> None:
-        """One step of both, from the first to the last of them. Raises RuntimeError when a rank is gone."""
-        for line in self._lines:
-            line.send("step")
-        for rank, line in enumerate(self._lines):
-            if not line.poll(PATIENCE):
+        """Run one step on both ranks and wait for it. Raises RuntimeError if a rank has ended."""
+        for connection in self._connections:
+            connection.send("step")
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(PATIENCE):
                 raise RuntimeError(f"rank {rank} of the peer did not answer for {PATIENCE} s")
             try:
-                line.recv()
+                connection.recv()
             except EOFError:
-                raise RuntimeError(f"rank {rank} of the peer has ended; its own words are above") from None
+                raise RuntimeError(f"rank {rank} of the peer has ended; its output is above") from None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for line in self._lines:
-            line.close()
+        for connection in self._connections:
+            connection.close()
         for rank in self._ranks:
             rank.join(10)
             rank.kill()
@@ -76,8 +76,8 @@ class TorchPeer:
         self._folder.cleanup()
 
 
-def _serve(line: Connection, store: str, rank: int, make: MakeStage, size: int, data: object, chunks: int) -> None:
-    """Main loop of a rank, until its line is closed."""
+def _serve(asker: Connection, store: str, rank: int, make: MakeStage, size: int, data: object, chunks: int) -> None:
+    """Main loop of a rank, until its connection is closed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     module = make(size, rank)
@@ -86,13 +86,13 @@ def _serve(line: Connection, store: str, rank: int, make: MakeStage, size: int, 
     tensor = torch.as_tensor(data)
     try:
         while True:
-            line.recv()
+            asker.recv()
             module.zero_grad(set_to_none=True)
             if rank == 0:
                 schedule.step(tensor)
             else:
                 schedule.step(target=tensor)
-            line.send("done")
+            asker.send("done")
     except EOFError:
         pass
     dist.destroy_process_group()

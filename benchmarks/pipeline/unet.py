@@ -1,9 +1,9 @@
-"""A small model with a long skip, for the benchmarks of memory: four stages, one skip, two readers.
+"""Small model with a long skip, for the benchmarks of memory: four stages, one skip, two readers.
 
     stage 0 ----> stage 1 ----> stage 2 ----> stage 3 ----> loss
-       \\__________ "early" ______/ _____________/            over a stage in between
+       \\__________ "early" ______/ _____________/            skips one stage
 
-Every stage sleeps as well as computes, so that the order of events does not depend on the scheduling of cores.
+Every stage also sleeps, so that the order of events does not depend on the scheduling of cores.
 """
 
 from collections.abc import Callable, Generator
@@ -17,7 +17,7 @@ from torchweft import pop, skippable, stash
 
 STAGES, CHUNKS = 4, 8
 SOURCE, READERS = 0, (2, 3)
-"""The stage that stashes, and those that pop."""
+"""Stage that stashes the skip, and stages that pop it."""
 
 Change = Callable[[Tensor], Tensor]
 
@@ -31,7 +31,6 @@ class Stash(nn.Module):
         self._change = change
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        """`x` itself."""
         yield stash("early", x if self._change is None else self._change(x))
         return x
 
@@ -45,7 +44,6 @@ class Merge(nn.Module):
         self.mix = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        """The result has as many columns as `x`."""
         early = yield pop("early")
         return self.mix(torch.cat([x, early], dim=1))
 

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks of the pipeline: steps that do the same work in different ways."""
+"""Training steps that do the same work in different ways, shared by the benchmarks of the pipeline."""
 
 from collections.abc import Callable, Mapping
 from math import isclose
@@ -16,17 +16,17 @@ except ImportError:
     torchgpipe = None
 
 PEER = "torchgpipe"
-TRIALS = 100  # steps after which an "auto" pipe must have made up its mind
+TRIALS = 100  # steps within which an "auto" pipe must choose an executor
 
 Loss = Callable[[Tensor], Tensor]
 Work = Callable[[], Tensor]
 
 
 def step(model: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], x: Tensor, loss: Loss) -> Work:
-    """Forward, loss and backward of one mini-batch, with gradients made afresh."""
+    """Forward, loss and backward of one mini-batch, with new gradients."""
 
     def work() -> Tensor:
-        _forget(parameters)
+        _clear_gradients(parameters)
         value = loss(model(x))
         value.backward()
         return value
@@ -37,15 +37,15 @@ def step(model: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], x: T
 def accumulating_step(
     model: nn.Module, x: Tensor, target: Tensor, chunks: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Work:
-    """Forward and backward of one micro-batch after another, without a pipe: each graph is freed at once."""
+    """Forward and backward of one micro-batch after another, without a pipe. Each graph is freed at once."""
     parameters = list(model.parameters())
     pieces = list(zip(x.chunk(chunks), target.chunk(chunks), strict=True))
 
     def work() -> Tensor:
-        _forget(parameters)
+        _clear_gradients(parameters)
         total = torch.zeros(())
-        for piece, wanted in pieces:
-            value = loss(model(piece), wanted) / chunks
+        for piece, piece_target in pieces:
+            value = loss(model(piece), piece_target) / chunks
             value.backward()
             total += value.detach()
         return total
@@ -58,7 +58,7 @@ def step_with_target(pipe: weft.Pipe, x: Tensor, target: Tensor) -> Work:
     parameters = list(pipe.parameters())
 
     def work() -> Tensor:
-        _forget(parameters)
+        _clear_gradients(parameters)
         value: Tensor = pipe(x, target=target)
         value.backward()
         return value
@@ -67,7 +67,7 @@ def step_with_target(pipe: weft.Pipe, x: Tensor, target: Tensor) -> Work:
 
 
 def in_two_threads(work: Work) -> Work:
-    """The same step, whose operators PyTorch divides over two threads: what two cores give without a pipe."""
+    """The same step with two intra-op threads, which is how PyTorch uses two cores without a pipe."""
 
     def work_in_two_threads() -> Tensor:
         with intra_op_threads(2):
@@ -99,7 +99,7 @@ def pipe_of(model: nn.Sequential, stages: int, chunks: int, checkpoint: str, exe
 
 
 def peer_of(model: nn.Sequential, stages: int, chunks: int, checkpoint: str) -> Callable[[Tensor], Tensor] | None:
-    """The same as torchgpipe does it, where it is installed (the extra `bench`)."""
+    """The same pipe of torchgpipe, or None if it is not installed (the extra `bench`)."""
     if torchgpipe is None:
         return None
     return torchgpipe.GPipe(
@@ -112,16 +112,16 @@ def peer_of(model: nn.Sequential, stages: int, chunks: int, checkpoint: str) -> 
 
 
 def agree(candidates: Mapping[str, Callable[[], object]]) -> None:
-    """Check that all come to the same loss, where they return one. Raises RuntimeError otherwise."""
-    found = {name: work() for name, work in candidates.items()}
-    losses = {name: float(value.detach()) for name, value in found.items() if isinstance(value, Tensor)}
+    """Raise RuntimeError if candidates that return a loss return different ones."""
+    results = {name: work() for name, work in candidates.items()}
+    losses = {name: float(value.detach()) for name, value in results.items() if isinstance(value, Tensor)}
     first = next(iter(losses.values()))
-    if any(not isclose(first, each, rel_tol=1e-3, abs_tol=1e-6) for each in losses.values()):
-        raise RuntimeError(f"the candidates do not do the same work, for their losses are {losses}")
+    if any(not isclose(first, loss, rel_tol=1e-3, abs_tol=1e-6) for loss in losses.values()):
+        raise RuntimeError(f"the candidates do not do the same work; their losses are {losses}")
 
 
 def decide(pipe: weft.Pipe, work: Work) -> str:
-    """Run steps until an "auto" pipe has chosen how to run this one; return its choice."""
+    """Run steps until an "auto" pipe has chosen its executor, and return the choice."""
     for _ in range(TRIALS):
         work()
         if chosen := pipe.statistics()["chosen"]:
@@ -129,6 +129,6 @@ def decide(pipe: weft.Pipe, work: Work) -> str:
     raise RuntimeError(f"the pipe has not chosen an executor within {TRIALS} steps")
 
 
-def _forget(parameters: list[nn.Parameter]) -> None:
-    for each in parameters:
-        each.grad = None
+def _clear_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

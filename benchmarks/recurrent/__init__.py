@@ -1,6 +1,6 @@
 """Benchmarks of recurrent networks on the CPU, by name.
 
-work.py     the raced work: one training step        racing.py   races against the clock
+work.py     the timed work: one training step        racing.py   races with a time limit
 cells.py    cells as users write them                apart.py    a job in a fresh process
 zoo.py      every cell of the zoo, by name
 """

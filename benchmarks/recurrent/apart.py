@@ -1,9 +1,9 @@
-"""A job in a fresh process: for peaks of memory, and for work that happens once per process.
+"""A job in a fresh process, to measure peaks of memory and work that is done once per process.
 
-    this process  --job, arguments-->  a new Python    (spawned: it shares nothing)
-                  <--what it returns--
+    this process  --job, arguments-->  a new Python    (spawned, so that it shares no memory)
+                  <-----result-------
 
-Its load counts as ours: when it has ended, the kernel knows the CPU time of it and of the compilers that it ran.
+The CPU time of the job is not foreign load. The kernel reports it once the job and its compilers have ended.
 """
 
 import multiprocessing
@@ -28,41 +28,44 @@ class Found(NamedTuple):
 
 
 def in_a_fresh_process(job: Callable[..., Any], *arguments: Any) -> Found:
-    """Call a function of a module there; arguments and result travel by pickle. Raises RuntimeError if it fails."""
+    """Run `job`, a function of a module, in a spawned process. Raises RuntimeError if it fails.
+
+    Arguments and result are pickled.
+    """
     context = multiprocessing.get_context("spawn")
-    line, theirs = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     meter, before, begun = LoadMeter(), _seconds_of_children(), time.perf_counter()
     meter.start()
-    process = context.Process(target=_serve, args=(theirs, job, arguments), daemon=True)
+    process = context.Process(target=_serve, args=(sender, job, arguments), daemon=True)
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        if not line.poll(DEADLINE):
+        if not receiver.poll(DEADLINE):
             raise RuntimeError(f"{job.__name__}{arguments} did not end within {DEADLINE:.0f} s")
-        fault, value = line.recv()
+        fault, value = receiver.recv()
     except EOFError:
-        raise RuntimeError(f"{job.__name__}{arguments} ended without a result; its own words are above") from None
+        raise RuntimeError(f"{job.__name__}{arguments} ended without a result; its output is above") from None
     finally:
-        line.close()
+        receiver.close()
         process.join(10)
         process.kill()
         process.join()
     if fault:
         raise RuntimeError(f"{job.__name__}{arguments} failed in its process:\n{fault}")
-    own = (_seconds_of_children() - before) / (time.perf_counter() - begun)
-    return Found(value, max(0.0, meter.foreign() - own))
+    job_load = (_seconds_of_children() - before) / (time.perf_counter() - begun)
+    return Found(value, max(0.0, meter.foreign() - job_load))
 
 
 def _seconds_of_children() -> float:
-    """CPU seconds of all processes that were started here and have ended, and of those that they started."""
+    """CPU seconds of all ended child processes and their descendants."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def _serve(line: Connection, job: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _serve(sender: Connection, job: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
-        line.send((None, job(*arguments)))
+        sender.send((None, job(*arguments)))
     except Exception:
-        line.send((traceback.format_exc(), None))
+        sender.send((traceback.format_exc(), None))
     finally:
-        line.close()
+        sender.close()

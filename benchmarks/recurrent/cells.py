@@ -1,6 +1,6 @@
-"""Cells as a user writes them: plain modules of PyTorch that know nothing of the engine that runs them.
+"""Cells as a user writes them: plain PyTorch modules without any reference to the engine.
 
-They compute the same as `torch.nn.LSTM` and `torch.nn.GRU`, with the same weights, so that both can be raced.
+They compute the same as `torch.nn.LSTM` and `torch.nn.GRU` with the same weights, so that their times can be compared.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,6 @@ class LSTMCell(nn.Module):
         self.of_state = nn.Linear(width, 4 * width)
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One step."""
         h, c = state
         i, f, g, o = (self.of_input(x) + self.of_state(h)).chunk(4, dim=-1)
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
@@ -39,7 +38,6 @@ class GRUCell(nn.Module):
         self.of_state = nn.Linear(width, 3 * width)
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """One step."""
         xr, xz, xn = self.of_input(x).chunk(3, dim=-1)
         hr, hz, hn = self.of_state(h).chunk(3, dim=-1)
         r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
@@ -49,15 +47,17 @@ class GRUCell(nn.Module):
 
 
 def with_weights_of(peer: nn.RNNBase, cell: nn.Module) -> nn.Module:
-    """The cell, with the weights of the peer's only layer. Both hold them in the same layout."""
+    """Copy the weights of the peer's only layer into `cell`, whose layout is the same, and return it."""
     weights = {
         "weight_ih": peer.weight_ih_l0,
         "bias_ih": peer.bias_ih_l0,
         "weight_hh": peer.weight_hh_l0,
         "bias_hh": peer.bias_hh_l0,
     }
-    ours = dict(zip(("of_input.weight", "of_input.bias", "of_state.weight", "of_state.bias"), weights, strict=True))
-    cell.load_state_dict({name: weights[ours.get(name, name)] for name, _ in cell.named_parameters()})
+    peer_names = dict(
+        zip(("of_input.weight", "of_input.bias", "of_state.weight", "of_state.bias"), weights, strict=True)
+    )
+    cell.load_state_dict({name: weights[peer_names.get(name, name)] for name, _ in cell.named_parameters()})
     return cell
 
 
@@ -67,7 +67,7 @@ def ends_of(outputs: Tensor, last: State) -> Sequence[Tensor]:
 
 
 def eager(cell: nn.Module, x: Tensor, state: State) -> Forward:
-    """The loop that one writes without any engine."""
+    """A plain Python loop over the cell."""
 
     def forward() -> Sequence[Tensor]:
         outputs: list[Tensor] = []
@@ -81,7 +81,7 @@ def eager(cell: nn.Module, x: Tensor, state: State) -> Forward:
 
 
 def by_torch(peer: nn.RNNBase, x: Tensor, state: State) -> Forward:
-    """`torch.nn`'s own network, of any number of layers; `state` is without the axis of layers if there is one."""
+    """A network of `torch.nn`. With one layer it gets `state`, which has no axis of layers."""
 
     def forward() -> Sequence[Tensor]:
         if peer.num_layers > 1:
@@ -89,14 +89,14 @@ def by_torch(peer: nn.RNNBase, x: Tensor, state: State) -> Forward:
         elif isinstance(state, Tensor):
             outputs, last = peer(x, state[None])
         else:
-            outputs, last = peer(x, tuple([each[None] for each in state]))
+            outputs, last = peer(x, tuple([part[None] for part in state]))
         return ends_of(outputs, last)
 
     return forward
 
 
 def by_torchweft(net: nn.Module, x: Tensor, state: State) -> Forward:
-    """A `Recurrent` network over the whole sequence."""
+    """A `Recurrent` network."""
 
     def forward() -> Sequence[Tensor]:
         result = net(x, state)

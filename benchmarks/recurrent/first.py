@@ -1,13 +1,13 @@
-"""Duration of the first call: the step is captured, planned, compiled and checked against the eager loop.
+"""Duration of the first call, in which the step is captured, planned, compiled and checked against the eager loop.
 
     a fresh process, an empty cache     matrix products | tracing | cell | cell | cell ...       compiled
-    a fresh process, the same cache     matrix products | tracing | cell | cell | cell ...       found on the disk
+    a fresh process, the same cache     matrix products | tracing | cell | cell | cell ...       loaded from disk
                                         '- once per ----'
                                            machine  process
 
-From every first call the time of the second one, over as many steps, is subtracted. The rest must not depend on T.
-`tracing` is the extra time of the very first plan of a process: PyTorch's tracing is imported. The times of cells
-exclude it. `batch size` is the third number of rows that a network sees, which a plan for more rows serves.
+The time of the second call, over the same number of steps, is subtracted. The difference must not depend on T.
+`tracing` is the extra time of the first plan of a process, which imports PyTorch's tracing. It is not part of the times
+of cells. `batch size` is the third number of rows that a network gets. A plan for more rows is reused for it.
 """
 
 import os
@@ -31,15 +31,15 @@ from torchweft.recurrent import Recurrent, cells
 from torchweft.recurrent.cpp.cpp_backend import kernels
 
 STEPS, ROWS = (50, 1000), 8
-WANTED = 1.5
+REQUIRED = 1.5
 TRIES = 2
-"""A disturbed process is run again, once; then the less disturbed one counts."""
+"""A disturbed process is run once more, and the less disturbed run counts."""
 QUICK = ("torch's LSTM, residual",)
 
 
 @dataclass(frozen=True)
 class First:
-    """Seconds of first calls. `backends` has the backend of each cell from then on."""
+    """Seconds of first calls, and the backend that runs each cell afterwards."""
 
     products: float
     tracing: float
@@ -49,25 +49,24 @@ class First:
 
 
 Results = dict[tuple[int, str], Found]
-"""By steps, and cold or warm: a `First` each."""
+"""The `First` of each number of steps and each cache state, "cold" or "warm"."""
 
 
 def run(quick: bool) -> Table:
-    """Seconds of the first call of every zoo cell, at two lengths, with nothing compiled and with all of it."""
+    """Seconds of the first call of every zoo cell, at two lengths, with an empty and with a full cache."""
     names, lengths = (QUICK, (5,)) if quick else (tuple(ZOO), STEPS)
-    found: Results = {}
+    results: Results = {}
     for steps in lengths:
-        found |= _at(names, steps)
-    rows = [*_cells(names, found), *_once(found)]
+        results |= _measure(names, steps)
+    rows = [*_cell_rows(names, results), *_shared_rows(results)]
     if not quick:
         progress("torch.compile of the unrolled loop")
-        rows.append(_by_torch(STEPS[0]))
-    notes = [f"  cold: nothing was compiled before; warm: all was; {_disturbed(found)}"]
-    return Table(f"seconds that a first call takes beyond a second one: batch {ROWS}, width {WIDTH}", rows, notes)
+        rows.append(_torch_row(STEPS[0]))
+    notes = [f"  cold: empty cache; warm: everything was compiled before; {_disturbed(results)}"]
+    return Table(f"seconds of the first call minus those of the second: batch {ROWS}, width {WIDTH}", rows, notes)
 
 
-def _at(names: tuple[str, ...], steps: int) -> Results:
-    """With sequences of this length."""
+def _measure(names: tuple[str, ...], steps: int) -> Results:
     with tempfile.TemporaryDirectory(prefix="torchweft-first-") as folder:
         caches: list[str] = []
 
@@ -78,35 +77,35 @@ def _at(names: tuple[str, ...], steps: int) -> Results:
         def warm() -> Found:
             return in_a_fresh_process(first_calls, names, steps, caches[-1])
 
-        found: Results = {}
-        for way, attempt in (("cold", cold), ("warm", warm)):
-            progress(f"{len(names)} cells, {steps} steps, {way}")
-            found[steps, way] = _least_disturbed(attempt)
-        return found
+        results: Results = {}
+        for cache, attempt in (("cold", cold), ("warm", warm)):
+            progress(f"{len(names)} cells, {steps} steps, {cache}")
+            results[steps, cache] = _least_disturbed(attempt)
+        return results
 
 
 def _least_disturbed(attempt: Callable[[], Found]) -> Found:
-    found = [attempt()]
-    while len(found) < TRIES and found[-1].foreign > FOREIGN:
-        found.append(attempt())
-    return min(found, key=lambda each: each.foreign)
+    attempts = [attempt()]
+    while len(attempts) < TRIES and attempts[-1].foreign > FOREIGN:
+        attempts.append(attempt())
+    return min(attempts, key=lambda result: result.foreign)
 
 
 def first_calls(names: tuple[str, ...], steps: int, cache: str) -> First:
-    """To be run in a fresh process: the first call of every cell."""
+    """Time the first call of every cell. Must run in a fresh process."""
     os.environ["TORCHWEFT_CACHE"] = cache
     torch.set_num_threads(1)
     torch.manual_seed(0)
     products = _seconds(kernels)
     early, late = (_plan_seconds(cells.ElmanCell(WIDTH, width), (WIDTH,), lambda: None, steps)[0] for width in (24, 40))
-    plans = {name: _of_zoo(name, steps) for name in names}
-    seconds = {name: each for name, (each, _) in plans.items()}
+    plans = {name: _zoo_plan_seconds(name, steps) for name in names}
+    seconds = {name: extra for name, (extra, _) in plans.items()}
     backends = {name: backend for name, (_, backend) in plans.items()}
     return First(products, max(0.0, early - late), _batch_seconds(steps), seconds, backends)
 
 
 def _batch_seconds(steps: int) -> float:
-    """The first call beyond the second one with a third batch size, which is filled up to the first one."""
+    """Extra time of the first call with a third batch size, which is padded to the first one."""
     net = Recurrent(LSTMCell(WIDTH, WIDTH))
 
     def call(rows: int) -> object:
@@ -119,7 +118,7 @@ def _batch_seconds(steps: int) -> float:
     return first - second
 
 
-def _of_zoo(name: str, steps: int) -> tuple[float, str]:
+def _zoo_plan_seconds(name: str, steps: int) -> tuple[float, str]:
     entry = ZOO[name]
     cell = entry.make()
     return _plan_seconds(cell, entry.shape, lambda: entry.state(cell, ROWS), steps)
@@ -129,18 +128,18 @@ def _plan_seconds(cell: nn.Module, shape: tuple[int, ...], begin: Callable[[], A
     """Extra time of the first call over the second one, and the backend of the cell."""
     net = Recurrent(cell)
     x = torch.randn(steps, ROWS, *shape, requires_grad=True)
-    wants = [x, *cell.parameters()]
+    leaves = [x, *cell.parameters()]
 
     def call() -> object:
-        ends = [each for each in flatten(net(x, begin()).outputs)[0] if each.requires_grad]
-        return torch.autograd.grad(ends, wants, [torch.ones_like(each) for each in ends], allow_unused=True)
+        ends = [output for output in flatten(net(x, begin()).outputs)[0] if output.requires_grad]
+        return torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
 
     first, second = _seconds(call), _seconds(call)
     return first - second, net.why()[0][1]
 
 
 def compile_unrolled(steps: int, cache: str) -> float:
-    """To be run in a fresh process: seconds of the first call, less a second one's, of a loop that torch unrolls."""
+    """Extra seconds of the first call of a loop that torch.compile unrolls. Must run in a fresh process."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     torch.set_num_threads(1)
     cell = LSTMCell(WIDTH, WIDTH)
@@ -158,31 +157,37 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _cells(names: tuple[str, ...], found: Results) -> Iterator[Row]:
+def _cell_rows(names: tuple[str, ...], results: Results) -> Iterator[Row]:
     for name in names:
-        seconds = {at: each.value.cells[name] for at, each in found.items()}
-        backends = dict.fromkeys(each.value.backends[name] for each in found.values())
-        yield {"what": name, "by": ", ".join(backends), **_columns(seconds), **at_most(max(seconds.values()), WANTED)}
+        seconds = {key: result.value.cells[name] for key, result in results.items()}
+        backends = dict.fromkeys(result.value.backends[name] for result in results.values())
+        yield {
+            "first call": name,
+            "by": ", ".join(backends),
+            **_columns(seconds),
+            **at_most(max(seconds.values()), REQUIRED),
+        }
 
 
-def _once(found: Results) -> Iterator[Row]:
-    products = {at: each.value.products for at, each in found.items()}
-    tracing = {at: each.value.tracing for at, each in found.items()}
-    yield {"what": "matrix products, once per machine", **_columns(products)}
-    yield {"what": "tracing, once per process", **_columns(tracing)}
-    yield {"what": "batch size, the third", **_columns({at: each.value.batch for at, each in found.items()})}
+def _shared_rows(results: Results) -> Iterator[Row]:
+    products = {key: result.value.products for key, result in results.items()}
+    tracing = {key: result.value.tracing for key, result in results.items()}
+    batch = {key: result.value.batch for key, result in results.items()}
+    yield {"first call": "matrix products, once per machine", **_columns(products)}
+    yield {"first call": "tracing, once per process", **_columns(tracing)}
+    yield {"first call": "third batch size", **_columns(batch)}
 
 
-def _by_torch(steps: int) -> Row:
+def _torch_row(steps: int) -> Row:
     with tempfile.TemporaryDirectory(prefix="torchweft-first-") as folder:
-        found = in_a_fresh_process(compile_unrolled, steps, folder)
-    return {"what": "torch.compile, LSTM unrolled", "by": "inductor", **_columns({(steps, "cold"): found.value})}
+        result = in_a_fresh_process(compile_unrolled, steps, folder)
+    return {"first call": "torch.compile, LSTM unrolled", "by": "inductor", **_columns({(steps, "cold"): result.value})}
 
 
 def _columns(seconds: dict[tuple[int, str], float]) -> Row:
-    return {f"T {steps} {way} s": f"{each:.2f}" for (steps, way), each in seconds.items()}
+    return {f"T {steps} {cache} s": f"{extra:.2f}" for (steps, cache), extra in seconds.items()}
 
 
-def _disturbed(found: Results) -> str:
-    worst = max(each.foreign for each in found.values())
+def _disturbed(results: Results) -> str:
+    worst = max(result.foreign for result in results.values())
     return "undisturbed" if worst <= FOREIGN else f"DISTURBED: other processes used up to {worst:.2f} cores"

@@ -1,11 +1,11 @@
-"""Rows of different length: ours with `lengths=`, nn.LSTM on a PackedSequence, and nn.LSTM over the padding as well.
+"""Rows of different length: torchweft with `lengths=`, nn.LSTM on a PackedSequence, and nn.LSTM on padded rows.
 
-    t ->  . . . . . . . . . .        lengths are drawn evenly from T/4 to T
-          . . . . . . _ _ _ _        packed: no work for _, but another batch wherever a row ends
-          . . . _ _ _ _ _ _ _        padded: works on _ too, and gives another last state
+    t ->  . . . . . . . . . .        lengths are uniformly distributed from T/4 to T
+          . . . . . . _ _ _ _        packed: skips _, but the batch size changes wherever a row ends
+          . . . _ _ _ _ _ _ _        padded: computes _ too, so that the last state differs
 
-The packed sequence is made beforehand, and the gradients of the padding are zeros for all three, so that the packed
-one and ours do the same work.
+The packed sequence is made before the race. The gradients of padding are zeros for all candidates, so that torchweft
+and the packed sequence do the same work.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ from torchweft.recurrent import Recurrent
 POINTS = ((200, 16), (200, 64), (500, 8), (1000, 8))
 """Steps and batch."""
 WIDTH = 128
-WANTED = {200: 2.5, 500: 10.0, 1000: 10.0}
-WANTED_PADDED = 1.3
-WANTED_EQUAL = 1e-6
+REQUIRED = {200: 2.5, 500: 10.0, 1000: 10.0}
+REQUIRED_PADDED = 1.3
+REQUIRED_EQUAL = 1e-6
 WEFT, PACKED, PADDED = "torchweft", "packed", "padded"
 
 
 def run(quick: bool) -> Table:
-    """Seconds of nn.LSTM over ours, by length and batch."""
+    """Times of nn.LSTM relative to torchweft, by length and batch."""
     points, width, seconds = (((20, 4),), 16, 0.0) if quick else (POINTS, WIDTH, 4.0)
     rows = [_row(steps, batch, width, count, seconds) for steps, batch in points for count in THREADS]
-    title = f"variable lengths, forward and backward, width {width}: nn.LSTM's time over ours"
+    title = f"variable lengths, forward and backward, width {width}: nn.LSTM's time over that of torchweft"
     notes = [
-        "  apart: outputs and last states from the packed ones, absolute in float32; gradients in float64, relative",
+        "  apart: difference from the packed sequence; outputs and states in float32, gradients relative in float64",
     ]
     return Table(title, rows, notes)
 
@@ -49,27 +49,27 @@ def _row(steps: int, batch: int, width: int, count: int, seconds: float) -> Row:
         candidates = single.candidates()
         for work in candidates.values():
             work()
-        found = race_for(candidates, seconds)
-    packed, padded = found.ratio(PACKED, WEFT), found.ratio(WEFT, PADDED)
-    wanted = WANTED.get(steps, 0.0)
-    holds = packed >= wanted and padded <= WANTED_PADDED and max(outputs, gradients) <= WANTED_EQUAL
+        result = race_for(candidates, seconds)
+    packed, padded = result.ratio(PACKED, WEFT), result.ratio(WEFT, PADDED)
+    required = REQUIRED.get(steps, 0.0)
+    holds = packed >= required and padded <= REQUIRED_PADDED and max(outputs, gradients) <= REQUIRED_EQUAL
     return {
         "T": f"{steps}",
         "batch": f"{batch}",
         "threads": f"{count}",
-        **{f"{name} ms": f"{found.median(name) * 1e3:.2f}" for name in candidates},
+        **{f"{name} ms": f"{result.median(name) * 1e3:.2f}" for name in candidates},
         "packed/torchweft": f"{packed:.1f}",
         "torchweft/padded": f"{padded:.2f}",
         "outputs apart": f"{outputs:.0e}",
         "gradients apart": f"{gradients:.0e}",
-        "wanted": f">= {wanted:g}, <= {WANTED_PADDED:g}, <= {WANTED_EQUAL:.0e}",
+        "required": f">= {required:g}, <= {REQUIRED_PADDED:g}, <= {REQUIRED_EQUAL:.0e}",
         "verdict": "holds" if holds else "falls short",
-        "rounds": found.note(),
+        "rounds": result.note(),
     }
 
 
 class _Job:
-    """One batch of rows, and the three ways through it."""
+    """One batch of rows, and the candidates that process it."""
 
     def __init__(self, steps: int, batch: int, width: int, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -77,7 +77,7 @@ class _Job:
         self.cell = with_weights_of(self.peer, LSTMCell(width, width).to(dtype))
         self.net = Recurrent(self.cell)
         self.lengths = torch.randint(steps // 4, steps + 1, (batch,))
-        self.lengths[0] = steps  # so that padding ends where the longest row does
+        self.lengths[0] = steps  # pad_packed_sequence pads to the longest row, which must have all steps
         self.x = torch.randn(steps, batch, width, dtype=dtype, requires_grad=True)
         self.state = tuple([torch.randn(batch, width, dtype=dtype, requires_grad=True) for _ in range(2)])
         counts = (torch.arange(steps)[:, None] < self.lengths)[..., None]
@@ -85,20 +85,19 @@ class _Job:
         self.weights = [self.peer.weight_ih_l0, self.peer.bias_ih_l0, self.peer.weight_hh_l0, self.peer.bias_hh_l0]
 
     def candidates(self) -> dict[str, Work]:
-        """Each with its gradients to inputs, initial states and weights."""
+        """Training steps with gradients of inputs, initial states and weights."""
         packed = self._packed(self.x.detach())
         data = packed.data.requires_grad_()
-        ready = packed._replace(data=data)
         seeds = [self._packed(self.seeds[0]).data, *self.seeds[1:]]
         theirs = [*self.state, *self.weights]
         return {
             WEFT: training(self._ours, [self.x, *self.state, *self.cell.parameters()], self.seeds),
-            PACKED: training(self._by_packed(ready), [data, *theirs], seeds),
+            PACKED: training(self._by_packed(packed._replace(data=data)), [data, *theirs], seeds),
             PADDED: training(by_torch(self.peer, self.x, self.state), [self.x, *theirs], self.seeds),
         }
 
     def outputs_apart(self) -> float:
-        """The largest difference between our outputs and last states, and those of the packed sequence."""
+        """Largest difference of outputs and last states from those of the packed sequence."""
         with torch.no_grad():
             outputs, *last = self._by_packed(self._packed(self.x))()
             padded = self._padded(outputs)
@@ -108,9 +107,9 @@ class _Job:
             )
 
     def gradients_apart(self) -> float:
-        """The largest difference of a gradient from the packed sequence's, of its largest value."""
-        ways = self.candidates()
-        ours, (data, *theirs) = ways[WEFT](), ways[PACKED]()
+        """Largest difference of a gradient from the packed sequence's, relative to the largest value."""
+        candidates = self.candidates()
+        ours, (data, *theirs) = candidates[WEFT](), candidates[PACKED]()
         return distance([self._padded(data), *theirs], ours)
 
     def _ours(self) -> Sequence[Tensor]:
@@ -118,7 +117,7 @@ class _Job:
         return ends_of(result.outputs, result.last)
 
     def _by_packed(self, packed: PackedSequence) -> Forward:
-        state = tuple([each[None] for each in self.state])
+        state = tuple([part[None] for part in self.state])
 
         def forward() -> Sequence[Tensor]:
             outputs, last = self.peer(packed, state)
@@ -130,5 +129,5 @@ class _Job:
         return pack_padded_sequence(padded, self.lengths, enforce_sorted=False)
 
     def _padded(self, data: Tensor) -> Tensor:
-        """From the order of the packed sequence back to T x N x ...."""
+        """Convert the data of a packed sequence to T x N x D."""
         return pad_packed_sequence(self._packed(self.x.detach())._replace(data=data))[0]

@@ -1,12 +1,12 @@
-"""Bytes that a sequence takes, forward and backward, and the cost in time of keeping less.
+"""Bytes that a sequence takes, forward and backward, and the time that it costs to keep less.
 
     inputs, weights, seeds  |  a tiny call: the plan is made  |  two steps of training
                                                              baseline               high-water mark
 
-Each way runs in a fresh process. The baseline is the resident memory after idle buffers were given back; the mark is
-the kernel's own (VmHWM), set back at the baseline, so that it knows nothing of tracing and compiling. `ru_maxrss`
-would: it cannot be set back, and begins with that of the process which started this one. Outputs and gradients count,
-inputs and weights do not. The forecast is the memory plan's prediction of a call with its backward.
+Each memory mode runs in a fresh process. The baseline is the resident memory after idle buffers were released. The
+mark is the kernel's VmHWM, reset at the baseline so that tracing and compiling do not count. `ru_maxrss` cannot be
+reset, and starts with the value of the parent process. Outputs and gradients count, inputs and weights do not. The
+forecast is the memory plan's prediction for a call with its backward.
 """
 
 import torch
@@ -24,26 +24,26 @@ from torchweft.recurrent.plan_backends import Memory
 
 MB = 1_000_000
 STEPS, BATCH, WIDTH = 1000, 64, 128
-WAYS: tuple[Memory, ...] = ("full", "states", "sqrt", 128 * MB)
+MODES: tuple[Memory, ...] = ("full", "states", "sqrt", 128 * MB)
 LONG = ((100_000, 1, 128 * MB), (100_000, 8, 1024 * MB))
-"""Steps, batch, and the bytes that it must do with."""
+"""Steps, batch, and the budget in bytes."""
 PEER = "nn.LSTM"
-WANTED_SHARE, WANTED_TIME, WANTED_OFF = 1 / 3, 1.25, 0.1
+REQUIRED_SHARE, REQUIRED_TIME, REQUIRED_ERROR = 1 / 3, 1.25, 0.1
 
 
 def run(quick: bool) -> Table:
-    """Peak bytes by way of keeping, their forecast, and the time."""
+    """Peak bytes by memory mode, their forecast, and the time."""
     size = (50, 4, 32) if quick else (STEPS, BATCH, WIDTH)
-    ways = ("states",) if quick else WAYS
-    race = _race(size, ways, 0.0 if quick else 20.0)
-    peaks = {way: _peak(way, *size) for way in (*ways, PEER)}
-    rows = [_row(way, size, peaks, race) for way in peaks]
-    rows += [_long_row(*each, width=WIDTH) for each in (((2000, 1, 16 * MB),) if quick else LONG)]
-    notes = [f"  {count} thread(s): {each.note()}" for count, each in race.items()]
-    return Table("peak of one step of training of an LSTM, in MB of 1000000 bytes", rows, notes)
+    modes = ("states",) if quick else MODES
+    race = _race(size, modes, 0.0 if quick else 20.0)
+    peaks = {mode: _peak(mode, *size) for mode in (*modes, PEER)}
+    rows = [_row(mode, size, peaks, race) for mode in peaks]
+    rows += [_long_row(*size, width=WIDTH) for size in (((2000, 1, 16 * MB),) if quick else LONG)]
+    notes = [f"  {count} thread(s): {result.note()}" for count, result in race.items()]
+    return Table("peak memory of a training step of an LSTM, in MB of 1000000 bytes", rows, notes)
 
 
-def _race(size: tuple[int, int, int], ways: tuple[Memory, ...], seconds: float) -> dict[int, Race]:
+def _race(size: tuple[int, int, int], modes: tuple[Memory, ...], seconds: float) -> dict[int, Race]:
     torch.manual_seed(0)
     steps, batch, width = size
     peer = nn.LSTM(width, width)
@@ -52,63 +52,62 @@ def _race(size: tuple[int, int, int], ways: tuple[Memory, ...], seconds: float) 
     seeds = [torch.randn_like(x)]
     weights = [peer.weight_ih_l0, peer.bias_ih_l0, peer.weight_hh_l0, peer.bias_hh_l0]
     candidates: dict[str, Work] = {PEER: training(by_torch(peer, x, state), [x, *weights], seeds)}
-    for way in ways:
+    for mode in modes:
         cell = with_weights_of(peer, LSTMCell(width, width))
-        net = Recurrent(cell, memory=way)
-        candidates[f"{way}"] = training(by_torchweft(net, x, state), [x, *cell.parameters()], seeds)
+        net = Recurrent(cell, memory=mode)
+        candidates[f"{mode}"] = training(by_torchweft(net, x, state), [x, *cell.parameters()], seeds)
     agree(candidates)
-    found: dict[int, Race] = {}
+    races: dict[int, Race] = {}
     for count in THREADS:
         progress(f"{', '.join(candidates)}, {count} thread(s)")
         with intra_op_threads(count):
-            found[count] = race_for(candidates, seconds)
-    return found
+            races[count] = race_for(candidates, seconds)
+    return races
 
 
-def _peak(way: Memory, steps: int, batch: int, width: int) -> Peak:
-    progress(f"peak of {steps} steps, batch {batch}: {way}")
-    return in_a_fresh_process(peak_of, way, steps, batch, width).value
+def _peak(mode: Memory, steps: int, batch: int, width: int) -> Peak:
+    progress(f"peak of {steps} steps, batch {batch}: {mode}")
+    return in_a_fresh_process(peak_of, mode, steps, batch, width).value
 
 
-def _row(way: Memory, size: tuple[int, int, int], peaks: dict[Memory, Peak], race: dict[int, Race]) -> Row:
-    peak, of_peer = peaks[way], peaks[PEER]
+def _row(mode: Memory, size: tuple[int, int, int], peaks: dict[Memory, Peak], race: dict[int, Race]) -> Row:
+    peak, of_peer = peaks[mode], peaks[PEER]
     share = peak.measured / of_peer.measured
-    ratios = {f"time x{count}": each.ratio(f"{way}", PEER) for count, each in race.items()}
-    row = _told(way, size[0], size[1], peak)
-    row |= {"of nn.LSTM": f"{share:.2f}", **{name: f"{each:.2f}" for name, each in ratios.items()}}
-    if way in ("states", "sqrt"):
-        holds = share <= WANTED_SHARE and max(ratios.values()) <= WANTED_TIME
-        row |= {"wanted": f"<= {WANTED_SHARE:.2f}, time <= {WANTED_TIME:g}", **_verdict(holds)}
-    elif isinstance(way, int):
-        row |= _within(way, peak)
+    ratios = {f"time x{count}": result.ratio(f"{mode}", PEER) for count, result in race.items()}
+    row = _columns(mode, size[0], size[1], peak)
+    row |= {"of nn.LSTM": f"{share:.2f}", **{name: f"{ratio:.2f}" for name, ratio in ratios.items()}}
+    if mode in ("states", "sqrt"):
+        holds = share <= REQUIRED_SHARE and max(ratios.values()) <= REQUIRED_TIME
+        row |= {"required": f"<= {REQUIRED_SHARE:.2f}, time <= {REQUIRED_TIME:g}", **_verdict(holds)}
+    elif isinstance(mode, int):
+        row |= _budget_columns(mode, peak)
     return row
 
 
 def _long_row(steps: int, batch: int, budget: int, width: int) -> Row:
-    return _told(budget, steps, batch, peak := _peak(budget, steps, batch, width)) | _within(budget, peak)
+    return _columns(budget, steps, batch, peak := _peak(budget, steps, batch, width)) | _budget_columns(budget, peak)
 
 
-def _told(way: Memory, steps: int, batch: int, peak: Peak) -> Row:
-    ours = peak.forecast is not None
+def _columns(mode: Memory, steps: int, batch: int, peak: Peak) -> Row:
     return {
-        "memory": f"{way / MB:g} MB" if isinstance(way, int) else way,
+        "memory": f"{mode / MB:g} MB" if isinstance(mode, int) else mode,
         "T": f"{steps}",
         "batch": f"{batch}",
         "peak MB": f"{peak.measured / MB:.1f}",
-        "forecast": f"{peak.forecast / MB:.1f}" if ours else "",
-        "off": f"{_off(peak):+.1%}" if ours else "",
+        "forecast": f"{peak.forecast / MB:.1f}" if peak.forecast is not None else "",
+        "forecast error": f"{_forecast_error(peak):+.1%}" if peak.forecast is not None else "",
         "kept": peak.kept,
         "s": f"{peak.seconds:.2f}",
         "trains": "yes" if peak.trains else "NO",
     }
 
 
-def _within(budget: int, peak: Peak) -> Row:
-    holds = peak.measured <= budget and abs(_off(peak)) <= WANTED_OFF and peak.trains
-    return {"wanted": f"<= {budget / MB:g} MB, off <= {WANTED_OFF:.0%}", **_verdict(holds)}
+def _budget_columns(budget: int, peak: Peak) -> Row:
+    holds = peak.measured <= budget and abs(_forecast_error(peak)) <= REQUIRED_ERROR and peak.trains
+    return {"required": f"<= {budget / MB:g} MB, error <= {REQUIRED_ERROR:.0%}", **_verdict(holds)}
 
 
-def _off(peak: Peak) -> float:
+def _forecast_error(peak: Peak) -> float:
     return peak.measured / peak.forecast - 1 if peak.forecast else 0.0
 
 

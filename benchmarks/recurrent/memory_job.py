@@ -1,4 +1,4 @@
-"""The job of memory.py in a fresh process: two training steps, and the most memory that was resident during them."""
+"""Job of memory.py in a fresh process: two training steps, and the peak of resident memory during them."""
 
 import ctypes
 import gc
@@ -24,18 +24,18 @@ RATE = 1e-4
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes beyond the baseline, and their forecast; seconds of the second step."""
+    """Peak bytes above the baseline and their forecast, and the seconds of the second step."""
 
     measured: int
     forecast: int | None
     kept: str
     seconds: float
     trains: bool
-    """The loss fell."""
+    """Whether the second step lowered the loss."""
 
 
-def peak_of(way: Memory, steps: int, batch: int, width: int) -> Peak:
-    """Train an LSTM by this way of keeping; any other word than a way's stands for nn.LSTM."""
+def peak_of(mode: Memory, steps: int, batch: int, width: int) -> Peak:
+    """Train an LSTM with this memory mode. Any other string stands for nn.LSTM."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     peer = nn.LSTM(width, width)
@@ -43,8 +43,8 @@ def peak_of(way: Memory, steps: int, batch: int, width: int) -> Peak:
     seeds = torch.randn_like(x)
     state = (torch.zeros(batch, width), torch.zeros(batch, width))
     net = None
-    if isinstance(way, int) or way in ("full", "states", "sqrt"):
-        net = Recurrent(with_weights_of(peer, LSTMCell(width, width)), memory=way)
+    if isinstance(mode, int) or mode in ("full", "states", "sqrt"):
+        net = Recurrent(with_weights_of(peer, LSTMCell(width, width)), memory=mode)
     model: nn.Module = peer if net is None else net
 
     def forward_of(x: Tensor) -> Forward:
@@ -53,35 +53,35 @@ def peak_of(way: Memory, steps: int, batch: int, width: int) -> Peak:
     tiny = x.detach()[:TINY].clone().requires_grad_()
     _step(model, forward_of(tiny), tiny, seeds[:TINY])
     baseline = _settle()
-    before = _step(model, forward_of(x), x, seeds)
+    first = _step(model, forward_of(x), x, seeds)
     start = time.perf_counter()
-    after = _step(model, forward_of(x), x, seeds)
+    second = _step(model, forward_of(x), x, seeds)
     seconds = time.perf_counter() - start
     peak = _bytes("VmHWM") - baseline
-    forecast, kept = (None, "") if net is None else _foretold(net, steps, state)
-    return Peak(peak, forecast, kept, seconds, after < before)
+    forecast, kept = (None, "") if net is None else _forecast(net, steps, state)
+    return Peak(peak, forecast, kept, seconds, second < first)
 
 
 def _step(model: nn.Module, forward: Forward, x: Tensor, seeds: Tensor) -> float:
-    """One step of gradient descent on the outputs' product with the seeds; returns it, before the step."""
+    """Take one gradient descent step on the product of outputs and seeds. Return its value before the step."""
     outputs = forward()[0]
     value = float(torch.dot(outputs.detach().view(-1), seeds.view(-1)))
     parameters = list(model.parameters())
     _, *gradients = torch.autograd.grad(outputs, [x, *parameters], seeds)
     with torch.no_grad():
-        norm = torch.stack([each.square().sum() for each in gradients]).sum().sqrt()
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter -= RATE * gradient / norm
     return value
 
 
-def _foretold(net: Recurrent, steps: int, state: Sequence[Tensor]) -> tuple[int, str]:
-    """The memory plan's forecast of a call with its backward, for the network's only kind of sequence."""
+def _forecast(net: Recurrent, steps: int, state: Sequence[Tensor]) -> tuple[int, str]:
+    """Forecast of a call with its backward, and the chosen mode, from the network's only plan."""
     plans: Any = net._plans
     (choice,) = plans.choices()
     size = size_of(choice.engine, steps, state)
-    way = choose_policy(net.memory, size)
-    return size.peak(way), f"{way}"
+    mode = choose_policy(net.memory, size)
+    return size.peak(mode), f"{mode}"
 
 
 def _settle() -> int:
@@ -98,6 +98,6 @@ def _settle() -> int:
 
 
 def _bytes(name: str) -> int:
-    """A line of this process's status, in bytes."""
-    line = next(each for each in STATUS.read_text().splitlines() if each.startswith(f"{name}:"))
+    """Read a size of this process from its status, in bytes."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024

@@ -1,12 +1,11 @@
-"""Races against the clock: as many rounds as fit into some seconds, where one round may take half a minute.
+"""Races with a time limit: as many rounds as fit into some seconds. One round can take half a minute.
 
-    seconds   |- round -|- round -|- round -|                    short works: many calls make a sample
-    seconds   |------------------ round ------------------|      a long one: one call each, and one round
+    seconds   |- round -|- round -|- round -|                    short work: a sample has many calls
+    seconds   |------------------ round ------------------|      long work: one call per candidate, and one round
 
-`harness.race` runs everything twice before the first round and as many rounds as it was told; works that take 16 s
-want less. And a sample lasts as long as it was meant to, however slow a candidate becomes: two threads that fight for
-cores with other processes can take a thousand times longer. Turns, ratios and the rejection of disturbed rounds are
-as there.
+`harness.race` runs every candidate twice before the first round, and takes a fixed number of rounds. That is too long
+for calls of 16 s. Here the duration of a sample is fixed instead of its number of calls, because two threads that
+compete with other processes for cores can be a thousand times slower. All else is as in `harness`.
 """
 
 import time
@@ -16,9 +15,9 @@ from statistics import median
 from benchmarks.harness import PATIENCE, Race, Work, in_turns
 
 SAMPLE = 0.1
-"""Seconds that a sample takes at least: ten ticks of the clock that knows what other processes do."""
+"""Minimum seconds of a sample: ten ticks of the clock that counts the load of other processes."""
 LONG = 5.0
-"""Seconds of a round from which one is enough."""
+"""Seconds of a round above which one round is enough."""
 
 
 def race_for(
@@ -29,14 +28,14 @@ def race_for(
     expected: Mapping[str, float] | None = None,
     patience: float = PATIENCE,
 ) -> Race:
-    """Run the candidates in turn for about `seconds`, but at least two rounds, or one if it is long.
+    """Run the candidates in turn for about `seconds`, with at least two rounds, or one if rounds are long.
 
-    They must have run before. `expected` are the seconds of each where they are known well enough; without, every
-    candidate is run once more to learn them. Disturbed rounds are run again, up to `patience` times the seconds; then
-    the least disturbed ones count, and `Race.note` says so.
+    Every candidate must have run before. `expected` has their seconds per call. Without it, each is run once more to
+    measure them. Disturbed rounds are repeated, up to `patience` times the planned seconds. Then the least disturbed
+    ones count, and `Race.note` says so.
     """
     times = expected or {name: _sample(work, 0.0) for name, work in candidates.items()}
-    lap = sum(max(each, SAMPLE) for each in times.values())
+    lap = sum(max(duration, SAMPLE) for duration in times.values())
     rounds = min(max(int(seconds / lap), 1 if lap > LONG else 2), most)
     return in_turns(
         candidates,
@@ -47,7 +46,7 @@ def race_for(
 
 
 def _sample(work: Work, least: float) -> float:
-    """The median seconds of a call, of as many as take `least` seconds; of one, if that takes longer."""
+    """Median seconds of the calls that fit into `least` seconds, at least one."""
     seconds: list[float] = []
     now = begun = time.perf_counter()
     while now - begun < least or not seconds:

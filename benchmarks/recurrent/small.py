@@ -1,6 +1,6 @@
 """Tiny networks: the cost of a step with almost no computation.
 
-And what is left where there is no compiler: the derived plan run by Python, beside the loop that it replaces.
+Without a compiler, Python runs the derived plan. It is compared with the eager loop that it replaces.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from benchmarks.table import Row, Table, at_most
 from torchweft.recurrent import Recurrent, cells
 
 STEPS, WIDTH = 200, 16
-WANTED = 5.0  # microseconds per step
-WANTED_PYTHON = 0.5  # of the eager loop's time
+REQUIRED = 5.0  # microseconds per step
+REQUIRED_PYTHON = 0.5  # of the eager loop's time
 CELLS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[int, int], nn.RNNBase] | None]] = {
     "LSTM": (cells.LSTMCell, nn.LSTM),
     "GRU": (cells.GRUCell, nn.GRU),
@@ -28,7 +28,7 @@ WEFT, PYTHON, EAGER = "torchweft", "torchweft, no compiler", "eager loop"
 
 
 def run(quick: bool) -> Table:
-    """Microseconds per step, forward and backward."""
+    """Microseconds per step, by cell, threads and candidate."""
     steps, seconds = (20, 0.0) if quick else (STEPS, 4.0)
     rows: list[Row] = []
     for name in CELLS:
@@ -39,7 +39,7 @@ def run(quick: bool) -> Table:
             with intra_op_threads(count):
                 rows += _rows(name, count, candidates, steps, seconds)
     title = f"microseconds per step, forward and backward: T {steps}, batch 1, width {WIDTH}"
-    return Table(title, rows, ["  a network of PyTorch's is for comparison; the eager loop is 1"])
+    return Table(title, rows, ["  of eager: share of the eager loop's time; PyTorch's networks are not judged"])
 
 
 def _candidates(name: str, steps: int) -> dict[str, Work]:
@@ -54,36 +54,36 @@ def _candidates(name: str, steps: int) -> dict[str, Work]:
     peer = None if make_peer is None else make_peer(WIDTH, WIDTH)
     if peer is not None:
         with_weights_of(peer, cell)
-    wants = [x, *leaves, *cell.parameters()]
-    found = {
-        WEFT: training(by_torchweft(Recurrent(cell), x, state), wants, seeds),
-        PYTHON: training(by_torchweft(Recurrent(cell, backend="python"), x, state), wants, seeds),
-        EAGER: training(eager(cell, x, state), wants, seeds),
+    leaves_and_weights = [x, *leaves, *cell.parameters()]
+    candidates = {
+        WEFT: training(by_torchweft(Recurrent(cell), x, state), leaves_and_weights, seeds),
+        PYTHON: training(by_torchweft(Recurrent(cell, backend="python"), x, state), leaves_and_weights, seeds),
+        EAGER: training(eager(cell, x, state), leaves_and_weights, seeds),
     }
     if peer is not None:
-        theirs = [x, *leaves, *(getattr(peer, f"{each}_l0") for each, _ in cell.named_parameters())]
-        found[f"nn.{type(peer).__name__}"] = training(by_torch(peer, x, state), theirs, seeds)
-    return found
+        theirs = [x, *leaves, *(getattr(peer, f"{name}_l0") for name, _ in cell.named_parameters())]
+        candidates[f"nn.{type(peer).__name__}"] = training(by_torch(peer, x, state), theirs, seeds)
+    return candidates
 
 
 def _rows(cell: str, count: int, candidates: dict[str, Work], steps: int, seconds: float) -> list[Row]:
-    found = race_for(candidates, seconds)
+    result = race_for(candidates, seconds)
     rows: list[Row] = []
     for name in candidates:
-        each, share = found.median(name) / steps * 1e6, found.ratio(name, EAGER)
-        judged = {WEFT: at_most(each, WANTED), PYTHON: at_most(share, WANTED_PYTHON)}.get(name, {})
+        microseconds, share = result.median(name) / steps * 1e6, result.ratio(name, EAGER)
+        judged = {WEFT: at_most(microseconds, REQUIRED), PYTHON: at_most(share, REQUIRED_PYTHON)}.get(name, {})
         if name == PYTHON:
-            judged["wanted"] += " of eager"
+            judged["required"] += " of eager"
         rows.append(
             {
                 "cell": cell,
                 "threads": f"{count}",
                 "run by": name,
-                "us per step": f"{each:.2f}",
+                "us per step": f"{microseconds:.2f}",
                 "of eager": f"{share:.3f}",
-                "spread": found.spread(name),
-                **({"wanted": "", "verdict": ""} | judged),
-                "rounds": found.note(),
+                "spread": result.spread(name),
+                **({"required": "", "verdict": ""} | judged),
+                "rounds": result.note(),
             }
         )
     return rows

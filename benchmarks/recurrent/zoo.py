@@ -1,4 +1,4 @@
-"""Every cell and wrapper of the zoo, wide enough that its first call is a real one."""
+"""Every cell and wrapper of the zoo, at a realistic width."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ WIDTH, SOURCE, MEMORY = 64, 6, 32
 
 @dataclass(frozen=True)
 class Entry:
-    """A function that makes a cell, and the shape of a row of its inputs."""
+    """Factory of a cell, and the shape of one row of its inputs."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...] = (WIDTH,)
 
     def state(self, cell: nn.Module, rows: int) -> Any:
-        """A state to begin with, for a cell that must be given one: those with an encoded source."""
-        attention = next((each for each in cell.modules() if isinstance(each, cells.AttentionCell)), None)
+        """Initial state of a cell with attention over an encoded source. None for other cells."""
+        attention = next((module for module in cell.modules() if isinstance(module, cells.AttentionCell)), None)
         if attention is None:
             return None
         source: Tensor = torch.randn(SOURCE, rows, MEMORY, requires_grad=True)

@@ -1,5 +1,4 @@
-"""Programs that run in their own processes, started by their path; their shared code needs torch and torchweft's
-layers.
+"""Programs of helper processes, started by path. Shared code:
 
-callers.py   threads that call and call     module.py   the expert, with known weights     words.py   questions, answers
+callers.py   concurrent callers     module.py   the expert, with known weights     words.py   protocol of the helpers
 """

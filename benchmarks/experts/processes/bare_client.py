@@ -1,6 +1,6 @@
-"""Callers of `bare_server`, each with a stream on one connection.
+"""Callers of `bare_server`, each with its own stream on one connection.
 
-Questions: ``{"port": ...}`` first, then ``{"callers", "rows", "train", "seconds"}`` for the calls per second.
+Questions: first ``{"port": ...}``, then ``{"callers", "rows", "train", "seconds"}``, which returns calls per second.
 """
 
 import json
@@ -18,15 +18,15 @@ from callers import rate
 from words import answer_until_the_end, take_stdout_aside
 
 
-def caller(way: Any, stack: ExitStack, width: int, rows: int, train: bool) -> Callable[[], None]:
-    """One more, until the end of the stack."""
-    asked: SimpleQueue[bytes | None] = SimpleQueue()
-    stream = way(iter(asked.get, None))
-    stack.callback(asked.put, None)
+def caller(open_stream: Any, stack: ExitStack, width: int, rows: int, train: bool) -> Callable[[], None]:
+    """Open a stream that ends with ``stack``, and return a function that makes one call."""
+    requests: SimpleQueue[bytes | None] = SimpleQueue()
+    stream = open_stream(iter(requests.get, None))
+    stack.callback(requests.put, None)
     inputs, gradients = torch.randn(rows, width), torch.randn(rows, width)
 
-    def ask(kind: bytes, given: torch.Tensor) -> torch.Tensor:
-        asked.put(message(kind, given))
+    def ask(kind: bytes, value: torch.Tensor) -> torch.Tensor:
+        requests.put(message(kind, value))
         return tensor(next(stream), width)
 
     def forward() -> None:
@@ -40,27 +40,28 @@ def caller(way: Any, stack: ExitStack, width: int, rows: int, train: bool) -> Ca
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer questions until standard input ends."""
     take_stdout_aside()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "The given buffer is not writable")
     width = json.loads(sys.argv[1])["width"]
-    ways: list[Any] = []
+    connection: list[Any] = []
 
-    def handle(word: dict[str, Any]) -> dict[str, Any]:
-        if "port" in word:
-            channel: Any = grpc.insecure_channel(f"127.0.0.1:{word['port']}", OPTIONS)
-            ways[:] = [channel, channel.stream_stream(f"/{SERVICE}/{METHOD}")]
+    def handle(question: dict[str, Any]) -> dict[str, Any]:
+        if "port" in question:
+            channel: Any = grpc.insecure_channel(f"127.0.0.1:{question['port']}", OPTIONS)
+            connection[:] = [channel, channel.stream_stream(f"/{SERVICE}/{METHOD}")]
             return {}
         with ExitStack() as stack:
-            callers = [caller(ways[1], stack, width, word["rows"], word["train"]) for _ in range(word["callers"])]
-            return {"rate": rate(callers, word["seconds"])}
+            rows, train = question["rows"], question["train"]
+            callers = [caller(connection[1], stack, width, rows, train) for _ in range(question["callers"])]
+            return {"rate": rate(callers, question["seconds"])}
 
     try:
         answer_until_the_end({}, handle)
     finally:
-        for each in ways[:1]:
-            each.close()
+        for channel in connection[:1]:
+            channel.close()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The least that a server over gRPC does, with one module: ``python bare_server.py '{"width": 512}'``.
+"""Minimal gRPC server of one module: ``python bare_server.py '{"width": 512}'``.
 
-    F rows -> outputs        T rows -> outputs, and the graph stays        B gradients -> those of the rows, and a step
+    F rows -> outputs        T rows -> outputs, keeps the graph        B gradients -> input gradients, takes a step
 
-Each caller has a stream.
+Each caller has its own stream.
 
-    one caller       loop: read, work, write
-    more of them     loop: read ──> thread: all that wait with the same wish, as one batch ──> loop: write
+    one caller         event loop: read, run, write
+    several callers    event loop: read ──> thread: all waiting calls of one kind as a batch ──> event loop: write
 
-No checks, keys, deadlines or guards. A graph serves the backward of exactly those who made it; else the forward runs
-again.
+There are no checks, keys, deadlines or guards. A kept graph is used if the backward has the same callers. Otherwise the
+forward is repeated.
 """
 
 import asyncio
@@ -35,15 +35,15 @@ _aio: Any = grpc.aio
 
 @dataclass(eq=False)
 class Caller:
-    """One stream: what it wants now, and the rows that its next backward is for."""
+    """State of a stream: its current request, and the rows of its next backward."""
 
     kind: bytes = FORWARD
-    given: Tensor = field(default_factory=lambda: torch.empty(0))
+    value: Tensor = field(default_factory=lambda: torch.empty(0))
     rows: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class Module:
-    """One module with its optimizer."""
+    """The module with its optimizer and the kept graph."""
 
     def __init__(self, width: int) -> None:
         self._module = feed_forward(width)
@@ -52,20 +52,20 @@ class Module:
         self._lock = threading.Lock()
 
     def work(self, batch: list[Caller]) -> Sequence[bytes]:
-        """The answer to each of them, all of one kind."""
+        """Run requests of one kind as a batch, and return their answers."""
         kind = batch[0].kind
         with self._lock:
-            given = _joined([each.given for each in batch])
+            values = _joined([caller.value for caller in batch])
             if kind == FORWARD:
                 with torch.no_grad():
-                    found = self._module(given)
+                    results = self._module(values)
             elif kind == TRACKED:
-                for each in batch:
-                    each.rows = each.given
-                found = self._tracked(batch, given).detach()
+                for caller in batch:
+                    caller.rows = caller.value
+                results = self._tracked(batch, values).detach()
             else:
-                found = self._backward(batch, given)
-        return [message(kind, part) for part in found.split([len(each.given) for each in batch])]
+                results = self._backward(batch, values)
+        return [message(kind, part) for part in results.split([len(caller.value) for caller in batch])]
 
     def _tracked(self, batch: list[Caller], rows: Tensor) -> Tensor:
         leaf = rows.detach().requires_grad_()
@@ -75,7 +75,7 @@ class Module:
 
     def _backward(self, batch: list[Caller], gradients: Tensor) -> Tensor:
         if self._kept is None or self._kept[0] != batch:
-            self._tracked(batch, _joined([each.rows for each in batch]))
+            self._tracked(batch, _joined([caller.rows for caller in batch]))
         assert self._kept is not None
         (_, leaf, outputs), self._kept = self._kept, None
         self._optimizer.zero_grad()
@@ -86,7 +86,7 @@ class Module:
 
 
 class Streams:
-    """The callers, and the thread that works for them if there are several."""
+    """Streams of all callers, and the thread that runs batches if there are several."""
 
     def __init__(self, width: int) -> None:
         self._width, self._module = width, Module(width)
@@ -96,17 +96,17 @@ class Streams:
         threading.Thread(target=self._run, daemon=True).start()
 
     async def serve(self, _: Any, context: Any) -> None:
-        """One of them, until it ends."""
+        """Serve one stream until it ends."""
         caller, read, write = Caller(), context.read, context.write
         self._connected += 1
         try:
-            await self._served(caller, read, write)
+            await self._answer(caller, read, write)
         finally:
             self._connected -= 1
 
-    async def _served(self, caller: Caller, read: Callable[[], Any], write: Callable[[bytes], Awaitable[None]]) -> None:
-        while (asked := await read()) is not _aio.EOF:
-            caller.kind, caller.given = asked[:1], tensor(asked, self._width)
+    async def _answer(self, caller: Caller, read: Callable[[], Any], write: Callable[[bytes], Awaitable[None]]) -> None:
+        while (request := await read()) is not _aio.EOF:
+            caller.kind, caller.value = request[:1], tensor(request, self._width)
             if self._connected == 1:
                 (answer,) = self._module.work([caller])
             else:
@@ -116,37 +116,37 @@ class Streams:
             await write(answer)
 
     def _run(self) -> None:
-        later: list[tuple[Caller, asyncio.Future[bytes]]] = []
+        postponed: list[tuple[Caller, asyncio.Future[bytes]]] = []
         while True:
-            found = [*(later or [self._waiting.get()]), *_all(self._waiting)]
-            kind = found[0][0].kind
-            batch = [each for each in found if each[0].kind == kind]
-            later = [each for each in found if each[0].kind != kind]
+            requests = [*(postponed or [self._waiting.get()]), *_drain(self._waiting)]
+            kind = requests[0][0].kind
+            batch = [request for request in requests if request[0].kind == kind]
+            postponed = [request for request in requests if request[0].kind != kind]
             answers = self._module.work([caller for caller, _ in batch])
-            self._loop.call_soon_threadsafe(_told, [future for _, future in batch], answers)
+            self._loop.call_soon_threadsafe(_set_results, [future for _, future in batch], answers)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _all(queue: "SimpleQueue[Any]") -> list[Any]:
-    found: list[Any] = []
+def _drain(queue: "SimpleQueue[Any]") -> list[Any]:
+    entries: list[Any] = []
     try:
         while True:
-            found.append(queue.get_nowait())
+            entries.append(queue.get_nowait())
     except Empty:
-        return found
+        return entries
 
 
-def _told(futures: Sequence["asyncio.Future[bytes]"], answers: Sequence[bytes]) -> None:
+def _set_results(futures: Sequence["asyncio.Future[bytes]"], answers: Sequence[bytes]) -> None:
     for future, answer in zip(futures, answers, strict=True):
         if not future.done():
             future.set_result(answer)
 
 
-async def serving(width: int) -> None:
-    """Until standard input ends."""
+async def serve(width: int) -> None:
+    """Serve until standard input ends."""
     server: Any = _aio.server(options=OPTIONS)
     handler = grpc.stream_stream_rpc_method_handler(Streams(width).serve)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
@@ -157,13 +157,12 @@ async def serving(width: int) -> None:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
-    keep_freed_memory()  # as the server does that it is compared with
+    keep_freed_memory()  # like torchweft_server, so that both are comparable
     use_large_pages()
     take_stdout_aside()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "The given buffer is not writable")
-    asyncio.run(serving(json.loads(sys.argv[1])["width"]))
+    asyncio.run(serve(json.loads(sys.argv[1])["width"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Messages of the bare server and its client: a byte for the kind, padding to 16, and one float32 tensor."""
+"""Messages of the bare server and its client: one byte for the kind, padding to 16 bytes, one float32 tensor."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ FORWARD, TRACKED, BACKWARD = b"F", b"T", b"B"
 _HEAD = 16
 
 
-def message(kind: bytes, given: Tensor) -> bytes:
-    """Its bytes."""
-    return b"".join((kind.ljust(_HEAD), given.numpy().data))
+def message(kind: bytes, value: Tensor) -> bytes:
+    """Encode a message."""
+    return b"".join((kind.ljust(_HEAD), value.numpy().data))
 
 
-def tensor(said: bytes, width: int) -> Tensor:
-    """The tensor in it, on the message's own memory: never written to."""
-    return torch.frombuffer(said, dtype=torch.float32, offset=_HEAD).view(-1, width)
+def tensor(data: bytes, width: int) -> Tensor:
+    """Decode the tensor of a message. It shares the message's memory, so it must not be written."""
+    return torch.frombuffer(data, dtype=torch.float32, offset=_HEAD).view(-1, width)

@@ -1,11 +1,12 @@
-"""Callers: threads that call an expert again and again, and how many calls a second they get answered.
+"""Concurrent callers of an expert, and their total rate of calls.
 
     caller 1   |--call--|--call--|--call--|        3 calls in its own time
     caller 2   |----call----|----call----|         2 calls in its own time
-               begin                 ^ the time is up: nobody begins another
-                                                   the sum of both rates is the result
+               begin                 ^ time limit: no caller starts another call
+                                                   the result is the sum of both rates
 
-Each divides by its own time, up to its last answer; so neither a long call nor the last ones bias the sum.
+Each caller divides by its own time, up to its last answer. Calls that end after the limit therefore do not bias the
+sum.
 """
 
 import threading
@@ -20,14 +21,14 @@ Layer = Callable[[Tensor], Tensor]
 
 
 def rate(calls: Sequence[Call], seconds: float) -> float:
-    """Calls per second of all callers together, after one call of each that does not count. Raises what one raises."""
-    begin, found, faults = threading.Barrier(len(calls)), [0.0] * len(calls), list[BaseException]()
+    """Total calls per second, after one warm-up call of each caller. Re-raises the first exception of a caller."""
+    begin, rates, faults = threading.Barrier(len(calls)), [0.0] * len(calls), list[BaseException]()
 
     def work(number: int) -> None:
         try:
             calls[number]()
             begin.wait(60)
-            found[number] = _rate(calls[number], seconds)
+            rates[number] = _rate(calls[number], seconds)
         except BaseException as fault:
             faults.append(fault)
             begin.abort()
@@ -36,17 +37,17 @@ def rate(calls: Sequence[Call], seconds: float) -> float:
         calls[0]()
         return _rate(calls[0], seconds)
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if faults:
         raise faults[0]
-    return sum(found)
+    return sum(rates)
 
 
 def forward_call(layer: Layer, rows: int, width: int) -> Call:
-    """Only forward."""
+    """Forward without gradients."""
     x = torch.randn(rows, width)
 
     def call() -> Tensor:
@@ -57,7 +58,7 @@ def forward_call(layer: Layer, rows: int, width: int) -> Call:
 
 
 def training_call(layer: Layer, rows: int, width: int, step: Callable[[], None] | None = None) -> Call:
-    """Forward and backward, to the inputs too, and a step; without ``step`` somebody else takes it."""
+    """Forward, backward to weights and inputs, and ``step``. A server takes its optimizer step by itself."""
     x, seed = torch.randn(rows, width, requires_grad=True), torch.randn(rows, width)
 
     def call() -> None:

@@ -1,6 +1,7 @@
-"""A server of hivemind with the same expert, in the peer's own Python.
+"""Server of hivemind with the same expert, run by the peer's Python.
 
-Settings are its own: 8 processes that take requests, batches of up to 4096 rows. One intra-op thread, as everywhere.
+It has hivemind's default settings: 8 processes that accept requests, and batches of up to 4096 rows. As in all
+benchmarks there is one intra-op thread.
 """
 
 import json
@@ -13,7 +14,7 @@ from words import answer_until_the_end, take_stdout_aside
 def main() -> None:
     """Serve until standard input ends."""
     take_stdout_aside()
-    import torch  # noqa: PLC0415  (after what it may print has its way)
+    import torch  # noqa: PLC0415  (must follow the redirection of stdout)
     from hivemind.moe import Server  # noqa: PLC0415
     from hivemind.moe.server.layers import register_expert_class  # noqa: PLC0415
     from module import feed_forward  # noqa: PLC0415
@@ -32,11 +33,11 @@ def main() -> None:
             return self.layer(x)
 
     torch.set_num_threads(1)
-    asked = json.loads(sys.argv[1])
+    options = json.loads(sys.argv[1])
     server = Server.create(
-        expert_uids=[asked["uid"]],
+        expert_uids=[options["uid"]],
         expert_cls="torchweft_ffn",
-        hidden_dim=asked["width"],
+        hidden_dim=options["width"],
         optim_cls=partial(torch.optim.Adam, lr=1e-3),
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],
         use_auto_relay=False,
@@ -44,7 +45,7 @@ def main() -> None:
         start=True,
     )
     try:
-        answer_until_the_end({"address": [str(each) for each in server.dht.get_visible_maddrs()]}, lambda _: {})
+        answer_until_the_end({"address": [str(address) for address in server.dht.get_visible_maddrs()]}, lambda _: {})
     finally:
         server.shutdown()
 

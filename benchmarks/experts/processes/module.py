@@ -1,6 +1,4 @@
-"""The expert of all these benchmarks: torchweft's feed-forward layer, with weights that every process knows by a
-number.
-"""
+"""The expert of these benchmarks: torchweft's feed-forward layer, initialized from a seed that processes share."""
 
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torchweft.experts.registry import FeedForward
 
 
 def feed_forward(width: int, seed: int = 0) -> nn.Module:
-    """``width`` to 4 times that and back, float32."""
+    """Layers from ``width`` to 4 times ``width`` and back, float32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return FeedForward(width, 4 * width)

@@ -1,7 +1,7 @@
-"""Many connections to one server that do little: ``python survive_crowd.py '{"address": "host:port"}'``.
+"""Many idle or slow connections to one server: ``python survive_crowd.py '{"address": "host:port"}'``.
 
-{"idle": 1000}                    so many more streams, each with a connection of its own, that say nothing
-{"slow": 10, "frame": "base64"}   so many that send this frame as often as they can, and never read an answer
+{"idle": 1000}                    opens idle streams, each with its own connection
+{"slow": 10, "frame": "base64"}   opens streams that send the frame as often as possible and never read an answer
 """
 
 import asyncio
@@ -19,25 +19,25 @@ SECONDS = 0.3
 
 
 class Crowd:
-    """All streams, held until the end."""
+    """All streams, which stay open until the end."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._held: list[Any] = []
 
     async def idle(self, count: int) -> Answer:
-        """Open them, some at a time."""
+        """Open idle streams, at most 50 at a time."""
         for start in range(0, count, 50):
             await asyncio.gather(*[self._open() for _ in range(min(50, count - start))])
         return {"open": count}
 
     async def slow(self, count: int, frame: bytes) -> Answer:
-        """Open them, and send until nothing more is taken."""
+        """Open slow streams, and send until the server accepts no more frames."""
         sent = [0]
         tasks = [asyncio.create_task(self._send(await self._open(), frame, sent)) for _ in range(count)]
         self._held += tasks
         before = -1
-        while sent[0] > before:  # until the server takes no more from them
+        while sent[0] > before:
             before = sent[0]
             await asyncio.wait(tasks, timeout=SECONDS)
         return {"open": count, "sent": sent[0]}
@@ -56,14 +56,13 @@ class Crowd:
 
 
 def main() -> None:
-    """Until standard input ends."""
     take_stdout_aside()
     crowd, loop = Crowd(json.loads(sys.argv[1])["address"]), asyncio.new_event_loop()
 
-    def handle(asked: Answer) -> Answer:
-        if "idle" in asked:
-            return loop.run_until_complete(crowd.idle(asked["idle"]))
-        return loop.run_until_complete(crowd.slow(asked["slow"], base64.b64decode(asked["frame"])))
+    def handle(question: Answer) -> Answer:
+        if "idle" in question:
+            return loop.run_until_complete(crowd.idle(question["idle"]))
+        return loop.run_until_complete(crowd.slow(question["slow"], base64.b64decode(question["frame"])))
 
     answer_until_the_end({}, handle)
 

@@ -1,7 +1,7 @@
-"""A trainer's process with many callers: threads that share one connection to a server of torchweft.
+"""Trainer process with many callers: threads that share one connection to a server of torchweft.
 
-Questions: ``{"address": ...}`` first, which connects; ``{"rows", "keep"}`` for the outputs of known inputs;
-``{"callers", "rows", "train", "keep", "seconds"}`` for the calls per second.
+Questions: first ``{"address": ...}``, which connects. ``{"inputs"}`` returns the outputs of these inputs.
+``{"callers", "rows", "train", "keep", "seconds"}`` returns the calls per second.
 """
 
 import json
@@ -16,31 +16,31 @@ from torchweft.experts.client import GrpcTransport, RemoteExpert
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer questions until standard input ends."""
     take_stdout_aside()
     torch.set_num_threads(1)
-    asked = json.loads(sys.argv[1])
-    uid, width = asked["uid"], asked["width"]
-    ways: list[GrpcTransport] = []
+    options = json.loads(sys.argv[1])
+    uid, width = options["uid"], options["width"]
+    transports: list[GrpcTransport] = []
 
-    def handle(word: dict[str, Any]) -> dict[str, Any]:
-        if "address" in word:
-            ways.append(GrpcTransport(word["address"]))
+    def handle(question: dict[str, Any]) -> dict[str, Any]:
+        if "address" in question:
+            transports.append(GrpcTransport(question["address"]))
             return {}
-        keep = bool(word.get("keep"))
-        count = word.get("callers", 1)
-        experts = [RemoteExpert(uid, ways[0], keep_graph=keep) for _ in range(count)]
-        if "inputs" in word:
+        keep = bool(question.get("keep"))
+        count = question.get("callers", 1)
+        experts = [RemoteExpert(uid, transports[0], keep_graph=keep) for _ in range(count)]
+        if "inputs" in question:
             with torch.no_grad():
-                return {"outputs": experts[0](torch.tensor(word["inputs"])).tolist()}
-        make = training_call if word["train"] else forward_call
-        return {"rate": rate([make(each, word["rows"], width) for each in experts], word["seconds"])}
+                return {"outputs": experts[0](torch.tensor(question["inputs"])).tolist()}
+        make = training_call if question["train"] else forward_call
+        return {"rate": rate([make(expert, question["rows"], width) for expert in experts], question["seconds"])}
 
     try:
         answer_until_the_end({}, handle)
     finally:
-        for each in ways:
-            each.close()
+        for transport in transports:
+            transport.close()
 
 
 if __name__ == "__main__":

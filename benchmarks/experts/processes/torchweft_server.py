@@ -1,6 +1,6 @@
 """A server of torchweft: ``python torchweft_server.py '{"experts": [["ffn.0", 512, 0, "float32"]], "keep": 0}'``.
 
-Each expert: name, width, seed of its weights, dtype. ``keep``: bytes of graphs that each may keep for backward.
+Each expert has a name, a width, a seed of its weights and a dtype. ``keep`` is its budget for kept graphs, in bytes.
 """
 
 import json
@@ -16,7 +16,7 @@ from torchweft.experts.server import Server, keep_freed_memory, use_large_pages
 
 
 def backend(name: str, width: int, seed: int, dtype: str, keep: int) -> ExpertBackend:
-    """An expert with Adam, fused as the backend does it."""
+    """Expert with Adam. The backend chooses the fused version."""
     kind: torch.dtype = getattr(torch, dtype)
     return ExpertBackend(
         name,
@@ -32,9 +32,9 @@ def main() -> None:
     keep_freed_memory()  # as `torchweft serve` does
     use_large_pages()
     take_stdout_aside()
-    asked = json.loads(sys.argv[1])
+    options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    experts = [backend(*each, keep=asked["keep"]) for each in asked["experts"]]
+    experts = [backend(*expert, keep=options["keep"]) for expert in options["experts"]]
     with Server(experts) as server:
         answer_until_the_end(
             {"address": server.address},

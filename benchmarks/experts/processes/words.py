@@ -1,6 +1,6 @@
-"""One process asks, the other answers: a line of JSON each, over standard input and output.
+"""Protocol of helpers: questions and answers are lines of JSON on standard input and output.
 
-A library may print what it likes: the way for answers is taken aside first, and what is printed goes to stderr.
+Libraries can print to stdout. The original stdout is therefore reserved for answers, and prints go to stderr.
 """
 
 import json
@@ -13,21 +13,21 @@ Answer = dict[str, Any]
 
 
 def answer_until_the_end(first: Answer, handle: Callable[[Answer], Answer]) -> None:
-    """Tell ``first``, then answer each question until the asker has gone."""
-    _tell(first)
+    """Send ``first``, then answer questions until standard input ends."""
+    _send(first)
     for line in sys.stdin:
-        _tell(handle(json.loads(line)))
+        _send(handle(json.loads(line)))
 
 
 def take_stdout_aside() -> None:
-    """To be called before anything is imported that prints."""
-    global _way  # noqa: PLW0603  (a process has one)
-    _way = os.fdopen(os.dup(1), "w", buffering=1)
+    """Reserve stdout for answers. Must be called before importing modules that print."""
+    global _stdout  # noqa: PLW0603  (one per process)
+    _stdout = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
 
-def _tell(answer: Answer) -> None:
-    print(json.dumps(answer), file=_way, flush=True)
+def _send(answer: Answer) -> None:
+    print(json.dumps(answer), file=_stdout, flush=True)
 
 
-_way = sys.stdout
+_stdout = sys.stdout

@@ -40,7 +40,7 @@ from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
 from torchweft.pipeline.loss import LossFunction, LossScale, LossSeed, LossStage, LossWeight, LossWeights, WeightedLoss
 from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch
 from torchweft.pipeline.pipeline_plan import Crossing, PipelinePlan, staged_plan
-from torchweft.pipeline.schedule import Schedule, build
+from torchweft.pipeline.schedule import Schedule, ScheduleFunction, build
 from torchweft.pipeline.stage import ModuleScan, Stage, serialize_shared
 from torchweft.pipeline.step import ALONE, Agreement, CutStep, PipeStep
 from torchweft.pipeline.tracing import Observer
@@ -425,7 +425,7 @@ class PipeCall(NamedTuple):
     targets: tuple[Any, ...]
     axis: Any
     chunks: int
-    schedule: str | Schedule
+    schedule: str | Schedule | ScheduleFunction
     observer: Observer | None
     scale: LossScale
     scalars: str | None = None

@@ -38,7 +38,7 @@ class CallArguments(NamedTuple):
 class ModuleScan(NamedTuple):
     """The present state of a stage. Layers can be frozen, moved or replaced between two steps."""
 
-    parameters: list[nn.Parameter]
+    parameters: list[Tensor]  # torch.func.functional_call puts plain tensors in the place of parameters
     configuration: Hashable
     deferred: list[DeferredBatchNorm]
     misplaced: list[str]

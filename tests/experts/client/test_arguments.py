@@ -1,4 +1,4 @@
-"""Tokens and options that make no sense are refused where they are given, all at once."""
+"""Invalid tokens and options of a client: every fault is reported at once, before anything is sent."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,10 +16,10 @@ from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.replication import ReplicaOptions
 
 HERE = "127.0.0.1:1"
-NO_TOKENS = ["", " ", "s3cret\n", "\ts3cret", "s3\ncret", "s3cret\0", "s3crät", "s3cret\x7f"]
+INVALID_TOKENS = ["", " ", "s3cret\n", "\ts3cret", "s3\ncret", "s3cret\0", "s3crät", "s3cret\x7f"]
 
 
-MADE_WITH_TOKENS: list[Callable[[str], object]] = [
+TOKEN_USERS: list[Callable[[str], object]] = [
     lambda token: GrpcTransport(HERE, token=token),
     lambda token: RemoteExpert("x", HERE, token=token),
     lambda token: Connections(token=token),
@@ -30,8 +30,8 @@ MADE_WITH_TOKENS: list[Callable[[str], object]] = [
 @given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1))
 def test_invalid_token_is_refused_and_not_shown(token: str) -> None:
     assert token_fault(token) == [] == token_fault(None) == token_fault(f"{token} {token}")
-    for make in MADE_WITH_TOKENS:
-        for wrong in NO_TOKENS:
+    for make in TOKEN_USERS:
+        for wrong in INVALID_TOKENS:
             with pytest.raises(UsageError, match="token ") as caught:
                 make(wrong)
             assert "s3" not in str(caught.value)
@@ -70,16 +70,16 @@ def faults_of(uid: Any, where: Any, **options: Any) -> list[str]:
     return check.faults
 
 
-def test_each_fault_is_told_by_its_name(subtests: pytest.Subtests) -> None:
-    for name, value in [(name, each) for name, values in BAD.items() for each in values]:
+def test_each_fault_names_its_argument(subtests: pytest.Subtests) -> None:
+    for name, value in [(name, value) for name, values in BAD.items() for value in values]:
         with subtests.test(name=name, value=value):
-            good = {each: values[0] for each, values in GOOD.items()}
+            good = {option: values[0] for option, values in GOOD.items()}
             (fault,) = faults_of(**{"where": HERE, **good, name: value})
             assert fault.startswith((name, f"there is no option '{name}'"))
 
 
 @given(st.data())
-def test_every_fault_of_the_arguments_is_told_and_nothing_else(data: st.DataObject) -> None:
+def test_exactly_the_invalid_arguments_are_reported(data: st.DataObject) -> None:
     wrong = data.draw(st.sets(st.sampled_from(list(BAD))))
     with LocalTransport(lambda *_: None) as transport, Connections() as connections:
         good = {**GOOD, "where": [HERE] if wrong & {"tls", "token"} else [HERE, transport, connections]}
@@ -110,7 +110,7 @@ def test_every_fault_of_the_arguments_is_told_and_nothing_else(data: st.DataObje
         ),
     ],
 )
-def test_who_is_made_of_them_refuses_them_all_at_once(make: Callable[[], object], words: list[str]) -> None:
+def test_constructors_report_all_faults_at_once(make: Callable[[], object], words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         make()
     assert all(word in str(caught.value) for word in words)

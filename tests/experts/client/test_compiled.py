@@ -1,4 +1,4 @@
-"""A model around a remote expert may be compiled: the call itself is not traced, and means what it always means."""
+"""Compiled models around a remote expert: its call is not traced, and the results are those without compilation."""
 
 import pytest
 
@@ -24,19 +24,19 @@ class Scaled(RemoteExpert):
         return 2 * super().forward(x)
 
 
-def compared(backend, model, here, twin, remote):
+def compared(backend, model, local, twin, remote):
     compiled, optimizer = torch.compile(model, backend=backend), sgd(twin.parameters())
     for step in range(3):
         x, y = rows(2 + step, step).requires_grad_(), rows(2 + step, step).requires_grad_()
-        mine, wanted = compiled(x), here(y)
-        same(mine, wanted)
-        mine.square().sum().backward()
-        wanted.square().sum().backward()
+        actual, expected = compiled(x), local(y)
+        same(actual, expected)
+        actual.square().sum().backward()
+        expected.square().sum().backward()
         same(x.grad, y.grad)
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        same(compiled(rows(2, 0)), here(rows(2, 0)))
+        same(compiled(rows(2, 0)), local(rows(2, 0)))
     assert remote.steps == 3, remote.steps
 
 
@@ -44,11 +44,11 @@ def one(backend, kind, around):
     torch._dynamo.reset()
     with reached("grpc", fussy_backend(optimizer=sgd)) as (_, transport):
         remote, twin = kind("fussy", transport, timeout=30.0), seeded(Fussy)
-        here = nn.Sequential(twin) if kind is RemoteExpert else lambda x: 2 * twin(x)
+        local = nn.Sequential(twin) if kind is RemoteExpert else lambda x: 2 * twin(x)
         if not around:
-            return compared(backend, remote, here, twin, remote)
+            return compared(backend, remote, local, twin, remote)
         first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        compared(backend, nn.Sequential(first, remote, nn.Tanh()), lambda x: here(first(x)).tanh(), twin, remote)
+        compared(backend, nn.Sequential(first, remote, nn.Tanh()), lambda x: local(first(x)).tanh(), twin, remote)
 
 
 for backend in ("eager", "aot_eager"):
@@ -60,6 +60,6 @@ for backend in ("eager", "aot_eager"):
 
 @pytest.mark.long
 def test_a_compiled_model_computes_and_trains_as_before() -> None:
-    # In a process of its own: the compiler cannot trace through the run-time type checks of this suite.
+    # In a separate process, because the compiler cannot trace through the run-time type checks of this suite.
     seen = python(COMPILED)
     assert seen.returncode == 0, seen.stderr

@@ -1,4 +1,4 @@
-"""Processes that are forked while a connection is open, as a DataLoader forks its workers in each epoch."""
+"""Processes that are forked while a connection is open, as a DataLoader does in each epoch."""
 
 import gc
 
@@ -36,15 +36,15 @@ def test_forked_data_loader_workers_do_not_disturb_training() -> None:
 
 
 @torch.no_grad()
-def test_a_child_leaves_what_it_inherited_to_its_parent(directory: LocalDirectory) -> None:
+def test_forked_child_leaves_its_parents_connections_alone(directory: LocalDirectory) -> None:
     with (
         Server([fussy_backend()], directory=directory) as server,
         Connections(directory) as connections,
         RemoteExpert("fussy", server.address) as remote,
     ):
         listed = RemoteExpert("fussy", connections)
-        wanted = remote(rows(2, 0))
-        assert torch.equal(listed(rows(2, 0)), wanted)
+        expected = remote(rows(2, 0))
+        assert torch.equal(listed(rows(2, 0)), expected)
 
         def refused() -> bool:
             for use in (
@@ -58,8 +58,8 @@ def test_a_child_leaves_what_it_inherited_to_its_parent(directory: LocalDirector
             return True
 
         def closed() -> bool:
-            for each in (remote, listed, connections):
-                each.close()
+            for inherited in (remote, listed, connections):
+                inherited.close()
             return server.shutdown()
 
         def freed() -> bool:
@@ -70,5 +70,5 @@ def test_a_child_leaves_what_it_inherited_to_its_parent(directory: LocalDirector
 
         for child in (refused, closed, freed):
             assert forked(child), child.__name__
-            assert torch.equal(remote(rows(2, 0)), wanted) and torch.equal(listed(rows(2, 0)), wanted)
+            assert torch.equal(remote(rows(2, 0)), expected) and torch.equal(listed(rows(2, 0)), expected)
         assert not server.statistics().draining

@@ -19,7 +19,7 @@ CALL = Call(Header(kind=Kind.BACKWARD, uid="x", key="once"))
 
 
 class Recorded(Scripted):
-    """Keeps the calls that were sent, and their futures."""
+    """Records the calls that were sent, and their futures."""
 
     def __init__(self, *fates: Exception | str, address: str) -> None:
         super().__init__(*fates, address=address)
@@ -34,7 +34,7 @@ class Recorded(Scripted):
 
 
 class Moving:
-    """An expert that "a:1" owns, which never answers, and that "b:1" serves as well."""
+    """Expert that "a:1" owns, which never answers, and that "b:1" serves too."""
 
     def __init__(self, retry: Retry) -> None:
         self.directory = LocalDirectory()
@@ -56,7 +56,7 @@ class Moving:
         self.directory.withdraw(self.first)
 
     def call_during(self, change: Callable[[], None], timeout: float) -> Received:
-        """The answer to a call, while which waits the directory changes."""
+        """Change the directory while a call waits, and return the answer to the call."""
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.caller.call, CALL, timeout)
             wait_until(lambda: self.hung.sent)
@@ -65,7 +65,7 @@ class Moving:
 
 
 def test_a_waiting_call_goes_to_the_new_owner() -> None:
-    """It does not wait for its deadline, and the new owner gets the same call under the same key."""
+    """The call does not wait for its deadline. The new owner receives it unchanged, with the same key."""
     moving, start = Moving(Retry()), time.monotonic()
     assert moving.call_during(moving.take_over, 600.0) is ANSWER
     assert time.monotonic() - start < 60.0
@@ -74,7 +74,7 @@ def test_a_waiting_call_goes_to_the_new_owner() -> None:
 
 
 def test_a_call_that_is_sent_once_fails_when_the_owner_changes() -> None:
-    """It may have been executed, so the error is the one for that, and names the new owner."""
+    """The first owner could have executed the call, so it raises LostError, which names the new owner."""
     moving = Moving(NEVER)
     with pytest.raises(LostError, match="no answer from a:1 before b:1 became the owner") as caught:
         moving.call_during(moving.take_over, 600.0)
@@ -83,7 +83,7 @@ def test_a_call_that_is_sent_once_fails_when_the_owner_changes() -> None:
 
 @pytest.mark.parametrize("change", ["claim_again", "lapse"])
 def test_a_call_waits_while_there_is_no_other_owner(change: str) -> None:
-    """A new lease of the same owner, or a lease that ended, is no reason to send a call elsewhere."""
+    """Neither a new lease of the same owner nor the end of its lease redirects the call."""
     moving = Moving(NEVER)
     with pytest.raises(DeadlineError):
         moving.call_during(getattr(moving, change), 0.5)
@@ -91,7 +91,7 @@ def test_a_call_waits_while_there_is_no_other_owner(change: str) -> None:
 
 
 def test_a_call_does_not_follow_to_an_untrusted_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An owner at an address that must not be connected to changes nothing for the calls that wait."""
+    """A waiting call ignores a new owner if connections to its address are refused."""
     moving = Moving(NEVER)
     monkeypatch.setattr(moving.connections, "refusal", lambda address: "no" if address == "b:1" else None)
     with pytest.raises(DeadlineError):
@@ -99,13 +99,13 @@ def test_a_call_does_not_follow_to_an_untrusted_owner(monkeypatch: pytest.Monkey
 
 
 def test_an_owner_that_changes_while_a_call_is_sent_is_seen() -> None:
-    """The directory changes after the owner was looked up, and before the call waits."""
-    moving, left = Moving(Retry()), threading.Event()
+    """The directory changes after the lookup of the owner and before the call waits."""
+    moving, moved = Moving(Retry()), threading.Event()
     submit = moving.hung.submit
 
     def late(call: Call, timeout: float) -> "Future[Received]":
-        if not left.is_set():
-            left.set()
+        if not moved.is_set():
+            moved.set()
             moving.take_over()
         return submit(call, timeout)
 

@@ -1,4 +1,4 @@
-"""How far an expert is, as its answers tell; and that somebody is told when it goes back."""
+"""Steps of an expert as reported by its answers, and the warning about lost steps."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def new_progress() -> ExpertProgress:
     return ExpertProgress("ffn.0", FixedResolver(Scripted(address="10.0.0.7:7070")))
 
 
-def test_answers_that_overtake_each_other_do_not_count_backwards() -> None:
+def test_reordered_answers_do_not_decrease_the_step() -> None:
     progress = new_progress()
     assert progress.steps is None and progress.receipt is None and progress.durable_step is None
     progress.update(4, StepReceipt(3, 1))
@@ -36,13 +36,13 @@ def test_restart_with_all_steps_loses_none() -> None:
 def test_restart_with_older_weights_warns_once() -> None:
     progress = new_progress()
     progress.update(9, StepReceipt(5, 1))
-    with pytest.warns(StepsLostWarning, match="'ffn.0' went back from step 9 to step 5.* at 10.0.0.7:7070") as told:
+    with pytest.warns(StepsLostWarning, match="'ffn.0' went back from step 9 to step 5.* at 10.0.0.7:7070") as warned:
         progress.update(5, StepReceipt(5, 2))
         progress.update(6, StepReceipt(5, 2))
-    one = told[0].message
-    assert len(told) == 1 and isinstance(one, StepsLostWarning)
-    assert (one.uid, one.before, one.after, one.server) == ("ffn.0", 9, 5, "10.0.0.7:7070")
-    progress.update(9, StepReceipt(5, 1))  # late
+    warning = warned[0].message
+    assert len(warned) == 1 and isinstance(warning, StepsLostWarning)
+    assert (warning.uid, warning.before, warning.after, warning.server) == ("ffn.0", 9, 5, "10.0.0.7:7070")
+    progress.update(9, StepReceipt(5, 1))  # a stale answer
     assert (progress.steps, progress.durable_step, progress.steps_lost) == (6, 5, 4)
     with pytest.warns(StepsLostWarning, match="from step 6 to step 0"):
         progress.update(0, StepReceipt(None, 3))
@@ -57,8 +57,8 @@ def test_lost_steps_warn_without_a_known_server() -> None:
             progress.update(5, StepReceipt(5, 2))
 
 
-class Owned(FixedResolver):
-    """A resolver of an expert whose owner has this token."""
+class OwnedResolver(FixedResolver):
+    """Resolver of an expert that an owner with ``token`` has claimed."""
 
     def __init__(self, token: int) -> None:
         self._token = token
@@ -75,7 +75,7 @@ def test_commit_has_token_incarnation_and_client_name() -> None:
 
 def accept_answer(owner: int, data: bytes) -> ExpertProgress:
     (received,) = decode(encode([Call(Header(kind=Kind.RESULT, call_id=1, uid="a", data=data))]))
-    progress = ExpertProgress("a", Owned(owner))
+    progress = ExpertProgress("a", OwnedResolver(owner))
     progress.accept(received)
     return progress
 

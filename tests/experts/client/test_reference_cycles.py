@@ -1,4 +1,4 @@
-"""No call leaves a cycle behind, also where it fails: its tensors go at once, and not when garbage is collected."""
+"""No call leaves a reference cycle, even if it fails, so its tensors are freed without garbage collection."""
 
 import gc
 from collections import Counter
@@ -26,15 +26,15 @@ SWIFT = Retry(attempts=3, first=0.001)
 
 
 def uncollected_objects(work: Callable[[], object]) -> Counter[str]:
-    """Tensors, frames and torchweft's own objects that only a collection frees, by type."""
-    work()  # what is made once is not meant
+    """Numbers of tensors, frames and torchweft's objects, by type, that only a collection frees."""
+    work()  # objects that are created once do not count
     gc.disable()
-    gc.freeze()  # nor what is there already
+    gc.freeze()  # nor do existing objects
     try:
         work()
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        return Counter(type(each).__name__ for each in gc.garbage if _ours(each))
+        return Counter(type(item).__name__ for item in gc.garbage if _is_counted(item))
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -42,13 +42,13 @@ def uncollected_objects(work: Callable[[], object]) -> Counter[str]:
         gc.enable()
 
 
-def _ours(each: object) -> bool:
-    return isinstance(each, Tensor | FrameType) or type(each).__module__.startswith("torchweft")
+def _is_counted(item: object) -> bool:
+    return isinstance(item, Tensor | FrameType) or type(item).__module__.startswith("torchweft")
 
 
-def trained(remote: RemoteExpert, factor: float = 1.0, columns: int = 4, *, there: float = 1.0) -> None:
+def train(remote: RemoteExpert, factor: float = 1.0, columns: int = 4, *, value: float = 1.0) -> None:
     with suppress(WeftError):
-        (remote((rows(2, 0, columns) * 0 + there).requires_grad_()) * factor).sum().backward()
+        (remote((rows(2, 0, columns) * 0 + value).requires_grad_()) * factor).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def trained(remote: RemoteExpert, factor: float = 1.0, columns: int = 4, *, ther
         (True, True, ["request"] * 9, 1.0),
     ],
 )
-def test_of_an_expert(keep: bool, accumulate: bool, lose: list[str], factor: float) -> None:
+def test_expert_call_leaves_no_reference_cycle(keep: bool, accumulate: bool, lose: list[str], factor: float) -> None:
     with reached("fake", fussy_backend(keep_graphs=GraphBudget(1 << 20))) as (_, transport):
         assert isinstance(transport, FakeTransport)
         remote = RemoteExpert("fussy", transport, retry=SWIFT, keep_graph=keep, accumulate=accumulate)
 
         def work() -> None:
             transport.lose = list(lose)
-            trained(remote, factor)
+            train(remote, factor)
             transport.lose = []
             remote.discard()
 
@@ -79,15 +79,15 @@ def test_of_an_expert(keep: bool, accumulate: bool, lose: list[str], factor: flo
 
 
 @pytest.mark.parametrize("close", [False, True])
-def test_of_a_call_whose_error_is_that_of_an_earlier_attempt(close: bool) -> None:
-    way = ClosedAfter(close)
+def test_error_of_an_earlier_attempt_leaves_no_cycle(close: bool) -> None:
+    transport = ClosedAfter(close)
 
     def work() -> None:
-        way.line.closed.clear()
-        way.fates += [LostError("x"), LostError("y"), UnreachableError("z")]
+        transport.caller.closed.clear()
+        transport.fates += [LostError("x"), LostError("y"), UnreachableError("z")]
         call = CALL._replace(tensors=[rows(2, 0)])
         with pytest.raises(LostError, match="y"):
-            way.line.call(call, 15.0)
+            transport.caller.call(call, 15.0)
 
     assert not uncollected_objects(work)
 
@@ -99,11 +99,11 @@ def test_failed_call_leaves_no_reference_cycle() -> None:
         with pytest.raises(SpecError):
             remote(rows(2, 0, 7))
         for work in (
-            partial(trained, unknown),
-            partial(trained, late),
-            partial(trained, remote, columns=7),
-            partial(trained, remote, there=TROUBLE),
-            partial(trained, remote, TROUBLE),
+            partial(train, unknown),
+            partial(train, late),
+            partial(train, remote, columns=7),
+            partial(train, remote, value=TROUBLE),
+            partial(train, remote, TROUBLE),
         ):
             assert not uncollected_objects(work)
 
@@ -119,7 +119,7 @@ def test_failed_call_leaves_no_reference_cycle() -> None:
         (Kind.BACKWARD, 9, True, NEVER),
     ],
 )
-def test_of_a_mixture(kind: Kind, lost: int, strict: bool, retry: Retry) -> None:
+def test_mixture_call_leaves_no_reference_cycle(kind: Kind, lost: int, strict: bool, retry: Retry) -> None:
     with Experts() as experts:
         make = experts.strict if strict else experts.mixture
         mixture = make(accumulate=False, retry=retry)
@@ -133,9 +133,9 @@ def test_of_a_mixture(kind: Kind, lost: int, strict: bool, retry: Retry) -> None
         assert not uncollected_objects(work)
 
 
-def test_the_probe_sees_cycles() -> None:
+def test_uncollected_objects_finds_a_cycle() -> None:
     def work() -> None:
-        found: list[object] = [torch.ones(3)]
-        found.append(found)
+        cycle: list[object] = [torch.ones(3)]
+        cycle.append(cycle)
 
     assert uncollected_objects(work) == {"Tensor": 1}

@@ -1,4 +1,4 @@
-"""RemoteExpert is an ordinary layer: the same numbers as the module here, and the same manners."""
+"""RemoteExpert as a layer: the numbers of a local module, its state, copies, deadlines and large calls."""
 
 import copy
 import pickle
@@ -48,8 +48,8 @@ def trains_like_local(remote: RemoteExpert, x: Tensor | None = None) -> bool:
 
 @pytest.fixture(params=WAYS)
 def there(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Transport]]:
-    with reached(request.param, fussy_backend(optimizer=sgd), nested_backend()) as found:
-        yield found
+    with reached(request.param, fussy_backend(optimizer=sgd), nested_backend()) as server_and_transport:
+        yield server_and_transport
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def fake() -> Iterator[FakeTransport]:
 
 
 @pytest.mark.parametrize("there", WAYS, indirect=True)
-def test_steps_are_those_of_the_same_module_here(there: tuple[Server, Transport]) -> None:
+def test_steps_equal_those_of_a_local_module(there: tuple[Server, Transport]) -> None:
     remote, twin = RemoteExpert("fussy", there[1]), fussy_backend().module
     optimizer = sgd(twin.parameters())
     for step in range(3):
@@ -76,23 +76,23 @@ def test_steps_are_those_of_the_same_module_here(there: tuple[Server, Transport]
 
 def test_nested_arguments_and_outputs(there: tuple[Server, Transport]) -> None:
     remote, twin = RemoteExpert("nested", there[1]), seeded(Nested)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
     for module in (remote, twin):
         x, scale = rows(3, 0).requires_grad_(), rows(3, 2, 1).requires_grad_()
         out = call_nested(module, x, scale=scale)
         assert out["none"] is None and not out["best"].requires_grad
         (out["y"][0].sum() + out["y"][1].square().sum()).backward()
         assert x.grad is not None and scale.grad is not None
-        found.append((out["y"][1].detach(), x.grad, scale.grad))
-    assert all(close(a, b) for a, b in zip(*found, strict=True))
-    x, pair = rows(2, 0), rows(2, 1, 2).requires_grad_()  # an output that nobody uses, an input without a gradient
+        results.append((out["y"][1].detach(), x.grad, scale.grad))
+    assert all(close(a, b) for a, b in zip(*results, strict=True))
+    x, pair = rows(2, 0), rows(2, 1, 2).requires_grad_()  # one output is unused, and x needs no gradient
     call_nested(remote, x, pair)["y"][1].sum().backward()
     assert x.grad is None and pair.grad is not None and not pair.grad.any()
     with pytest.raises(SpecError, match="'fancy', wanted 'plain'"):
         remote(x, [torch.tensor([0, 2]), pair], options={"scale": rows(2, 2, 1), "mode": "fancy"})
 
 
-def test_many_threads_may_call_at_once(there: tuple[Server, Transport]) -> None:
+def test_many_threads_call_at_once(there: tuple[Server, Transport]) -> None:
     remote, twin = RemoteExpert("nested", there[1]), seeded(Nested)
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ def test_many_threads_may_call_at_once(there: tuple[Server, Transport]) -> None:
         (lambda e: e(rows(0, 0)), "0 rows"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_it_is_sent(fake: FakeTransport, wrong: object, words: str) -> None:
+def test_invalid_call_is_refused_before_it_is_sent(fake: FakeTransport, wrong: object, words: str) -> None:
     remote = RemoteExpert("fussy", fake)
     remote.describe()
     remote(rows(1, 0))
@@ -147,7 +147,7 @@ class Calibrated(RemoteExpert):
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("strange", ["weight", "layer.weight", "anchor"])
-def test_it_has_no_state_and_weights_for_it_are_unexpected(fake: FakeTransport, strange: str, alone: bool) -> None:
+def test_remote_expert_has_no_entries_in_a_state_dict(fake: FakeTransport, strange: str, alone: bool) -> None:
     remote = RemoteExpert("fussy", fake)
     model, key = (remote, strange) if alone else (nn.Sequential(nn.Linear(2, 2), remote), f"1.{strange}")
     assert list(model.state_dict()) == ([] if alone else ["0.weight", "0.bias"])
@@ -159,7 +159,7 @@ def test_it_has_no_state_and_weights_for_it_are_unexpected(fake: FakeTransport, 
     assert remote.anchor == 0
 
 
-def test_what_a_subclass_adds_is_state_as_of_any_module(fake: FakeTransport) -> None:
+def test_parameters_of_a_subclass_are_state(fake: FakeTransport) -> None:
     one, other = (nn.Sequential(Calibrated("fussy", fake)) for _ in range(2))
     with torch.no_grad():
         one[0].scale.fill_(3.0)
@@ -167,7 +167,7 @@ def test_what_a_subclass_adds_is_state_as_of_any_module(fake: FakeTransport) -> 
     other.load_state_dict(one.state_dict())
     assert close(one(rows(2, 0)), other(rows(2, 0)))
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.scale"'):
-        other.load_state_dict({name: each for name, each in one.state_dict().items() if name != "0.scale"})
+        other.load_state_dict({name: value for name, value in one.state_dict().items() if name != "0.scale"})
 
 
 def scaled(by: float, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_its_only_parameter_stays_zero(fake: FakeTransport, dtype: torch.dtype) -> None:
+def test_the_anchor_stays_zero(fake: FakeTransport, dtype: torch.dtype) -> None:
     for optimizer in OPTIMIZERS:
         remote = RemoteExpert("fussy", fake).to(dtype)
         mine = optimizer(list(remote.parameters()))
@@ -197,12 +197,12 @@ def test_its_only_parameter_stays_zero(fake: FakeTransport, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("kind", [2.0, float("inf")])
-def test_training_code_may_ask_for_norms_and_largest_numbers(fake: FakeTransport, kind: float) -> None:
+def test_the_anchor_does_not_change_gradient_norms(fake: FakeTransport, kind: float) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), RemoteExpert("fussy", fake))
     model(rows(2, 0)).sum().backward()
-    wanted = nn.utils.get_total_norm([each.grad for each in model[0].parameters() if each.grad is not None], kind)
-    assert nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=kind) == wanted
-    assert all(each.grad is not None and each.grad.abs().max() >= 0 for each in model.parameters())
+    expected = nn.utils.get_total_norm([p.grad for p in model[0].parameters() if p.grad is not None], kind)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=kind) == expected
+    assert all(p.grad is not None and p.grad.abs().max() >= 0 for p in model.parameters())
 
 
 def test_a_frozen_expert_gives_values_but_takes_no_gradients(fake: FakeTransport) -> None:
@@ -255,7 +255,7 @@ def test_a_tangent_is_refused_before_anything_is_sent(grad: bool, optimizer: Any
                 assert remote(x).shape == x.shape
 
 
-def test_an_input_that_was_written_to_is_noticed(fake: FakeTransport) -> None:
+def test_in_place_change_of_an_input_is_detected(fake: FakeTransport) -> None:
     remote, x = RemoteExpert("fussy", fake), rows(2, 0).requires_grad_()
     y = x * 1
     loss = remote(y).sum()
@@ -265,7 +265,7 @@ def test_an_input_that_was_written_to_is_noticed(fake: FakeTransport) -> None:
     assert remote.steps == 0
 
 
-def test_outputs_may_be_written_to(there: tuple[Server, Transport]) -> None:
+def test_outputs_can_be_modified_in_place(there: tuple[Server, Transport]) -> None:
     remote = RemoteExpert("fussy", there[1])
     with torch.no_grad():
         first = remote(rows(2, 0))
@@ -273,7 +273,7 @@ def test_outputs_may_be_written_to(there: tuple[Server, Transport]) -> None:
         assert remote(rows(2, 0)).any()
 
 
-def test_under_autocast_floats_are_cast_as_layers_cast_them() -> None:
+def test_autocast_casts_floats_as_layers_do() -> None:
     layer = seeded(lambda: nn.Linear(WIDTH, WIDTH))
     backend = ExpertBackend("half", layer, args_schema=(TensorSpec((None, WIDTH), torch.float32),))
     with reached("fake", backend) as (_, transport), torch.autocast("cpu", torch.bfloat16):
@@ -309,7 +309,7 @@ def test_accumulated_micro_batches_are_one_step(there: tuple[Server, Transport])
 def test_discarded_gradients_are_not_committed(fake: FakeTransport) -> None:
     remote = RemoteExpert("fussy", fake, accumulate=True)
     remote(rows(2, 0)).sum().backward()
-    for _ in range(2):  # the second time there is nothing to give up, and nobody is asked
+    for _ in range(2):  # the second discard has nothing to drop and sends no call
         remote.discard()
         assert not remote.commit() and remote.describe().steps == 0
         assert [call.header.kind for call in fake.seen].count(Kind.DISCARD) == 1
@@ -345,12 +345,12 @@ def test_a_mini_batch_with_a_failed_backward_is_not_committed(fake: FakeTranspor
 
 
 @pytest.mark.parametrize("lose", [["reply"], ["request"], ["reply", "request", "reply"]])
-def test_a_lost_message_is_no_second_step(fake: FakeTransport, lose: list[str]) -> None:
+def test_lost_message_does_not_step_twice(fake: FakeTransport, lose: list[str]) -> None:
     remote = RemoteExpert("fussy", fake, retry=Retry(first=0.001))
     remote(rows(1, 0))
     fake.lose = ["", *lose]
     assert trains_like_local(remote) and remote.describe().steps == 1
-    assert len({call.header.key for call in fake.seen if call.header.key}) == 2, "of both forwards"
+    assert len({call.header.key for call in fake.seen if call.header.key}) == 2, "one key per forward and its backward"
     remote = RemoteExpert("fussy", fake, retry=Retry(first=0.001), accumulate=True)
     remote(rows(2, 0)).sum().backward()
     fake.lose = list(lose)
@@ -365,17 +365,16 @@ def test_missing_server_is_unreachable_within_the_timeout() -> None:
         remote(rows(1, 0))
 
 
-class SlowToTell:
-    """Answers what an expert takes when two seconds of this clock have passed, never without one; and notes what time
-    each call was given."""
+class DelayedInfo:
+    """Transport that answers INFO after two seconds of ``clock``, or never without a clock. Records each timeout."""
 
     def __init__(self, within: Transport, clock: FakeClock | None) -> None:
         self.within, self.clock = within, clock
         self.address, self.close, self.statistics = within.address, within.close, within.statistics
-        self.given: list[tuple[Kind, float]] = []
+        self.timeouts: list[tuple[Kind, float]] = []
 
     def submit(self, call: Call, timeout: float) -> Future[Received]:
-        self.given.append((call.header.kind, timeout))
+        self.timeouts.append((call.header.kind, timeout))
         if call.header.kind is Kind.INFO:
             if self.clock is None:
                 return Future()
@@ -383,24 +382,22 @@ class SlowToTell:
         return self.within.submit(call, timeout)
 
 
-def test_the_first_call_and_its_question_have_one_deadline(
-    fake: FakeTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_call_and_its_info_request_share_a_deadline(fake: FakeTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock().install(
         monkeypatch,
         "torchweft.experts.client.remote",
         "torchweft.experts.client.stub",
         "torchweft.experts.client.retry",
     )
-    slow = SlowToTell(fake, clock)
+    slow = DelayedInfo(fake, clock)
     remote = RemoteExpert("fussy", slow, timeout=10.0)
     for _ in range(2):
         remote(rows(2, 0))
-    assert slow.given == [(Kind.INFO, 10.0), (Kind.FORWARD, 8.0), (Kind.FORWARD, 10.0)]
+    assert slow.timeouts == [(Kind.INFO, 10.0), (Kind.FORWARD, 8.0), (Kind.FORWARD, 10.0)]
 
 
 def test_concurrent_first_calls_time_out_together(fake: FakeTransport) -> None:
-    remote = RemoteExpert("fussy", SlowToTell(fake, None), timeout=0.5)
+    remote = RemoteExpert("fussy", DelayedInfo(fake, None), timeout=0.5)
 
     def call(_: int) -> None:
         with pytest.raises(DeadlineError):
@@ -430,7 +427,7 @@ CONVERSIONS: list[Callable[[nn.Module], nn.Module]] = [
 
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("converted", CONVERSIONS)
-def test_a_copy_is_as_its_original_was_made_and_converted(
+def test_copy_keeps_conversions_of_the_original(
     copied: Callable[[nn.Module], nn.Module], converted: Callable[[nn.Module], nn.Module]
 ) -> None:
     model = converted(nn.Sequential(nn.Linear(2, 2), RemoteExpert("fussy", "127.0.0.1:1"), Calibrated("a", "b:1")))
@@ -438,12 +435,12 @@ def test_a_copy_is_as_its_original_was_made_and_converted(
     for mine, other in zip(model.modules(), again.modules(), strict=True):
         assert mine is not other and type(mine) is type(other) and mine.training == other.training
     for mine, other in zip(model.parameters(), again.parameters(), strict=True):
-        found = [(each.dtype, each.device, each.requires_grad, each.shape) for each in (mine, other)]
-        assert mine is not other and found[0] == found[1]
+        attributes = [(p.dtype, p.device, p.requires_grad, p.shape) for p in (mine, other)]
+        assert mine is not other and attributes[0] == attributes[1]
 
 
 @pytest.mark.parametrize("copied", COPIES)
-def test_a_copy_computes_what_its_original_does(copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_copy_computes_the_same_and_is_independent(copied: Callable[[nn.Module], nn.Module]) -> None:
     with Server([fussy_backend(optimizer=sgd)]) as server, Calibrated("fussy", server.address) as remote:
         remote.register_forward_hook(partial(scaled, 2.0))
         remote.note = ["mine"]
@@ -457,7 +454,7 @@ def test_a_copy_computes_what_its_original_does(copied: Callable[[nn.Module], nn
             assert remote(rows(2, 0)).shape == (2, WIDTH)
 
 
-def test_what_is_twice_in_a_model_is_twice_in_its_copy(fake: FakeTransport) -> None:
+def test_copy_keeps_shared_modules_shared(fake: FakeTransport) -> None:
     remote = RemoteExpert("fussy", fake)
     remote.others = [remote]
     again = copy.deepcopy(nn.Sequential(remote, remote))
@@ -465,7 +462,7 @@ def test_what_is_twice_in_a_model_is_twice_in_its_copy(fake: FakeTransport) -> N
     assert again[0].others == [again[0]]
 
 
-def test_averaged_models_hold_it(fake: FakeTransport) -> None:
+def test_averaged_model_contains_a_remote_expert(fake: FakeTransport) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), RemoteExpert("fussy", fake)).double()
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for _ in range(2):
@@ -473,7 +470,7 @@ def test_averaged_models_hold_it(fake: FakeTransport) -> None:
     assert close(averaged(rows(2, 0)), model(rows(2, 0)))
 
 
-def test_with_a_transport_it_is_copied_but_not_pickled(fake: FakeTransport) -> None:
+def test_expert_with_a_transport_is_copied_but_not_pickled(fake: FakeTransport) -> None:
     remote = RemoteExpert("fussy", fake)
     assert close(copy.deepcopy(remote)(rows(2, 0)), remote(rows(2, 0)))
     with pytest.raises(UsageError, match="cannot be pickled"):
@@ -484,7 +481,7 @@ def test_with_a_transport_it_is_copied_but_not_pickled(fake: FakeTransport) -> N
         remote(rows(1, 0))
 
 
-def in_parts(transport: Transport, accumulate: bool = False) -> RemoteExpert:
+def make_retrying(transport: Transport, accumulate: bool = False) -> RemoteExpert:
     return RemoteExpert("fussy", transport, accumulate=accumulate, retry=Retry(first=0.001))
 
 
@@ -493,7 +490,7 @@ def in_parts(transport: Transport, accumulate: bool = False) -> RemoteExpert:
 def test_large_call_is_sent_in_parts_and_steps_once(way: str, accumulate: bool) -> None:
     plain, backend = fussy_backend(optimizer=sgd), fussy_backend(optimizer=sgd, max_batch_size=4)
     with reached(way, backend) as (_, transport):
-        remote = in_parts(transport, accumulate)
+        remote = make_retrying(transport, accumulate)
         with torch.no_grad():
             assert close(remote(rows(10, 0)), plain.module(rows(10, 0)))
         assert trains_like_local(remote, rows(10, 0))
@@ -506,24 +503,24 @@ def test_large_call_is_sent_in_parts_and_steps_once(way: str, accumulate: bool) 
     assert all(map(close, backend.module.parameters(), plain.module.parameters()))
 
 
-def test_parts_are_added_once_each_whatever_is_lost() -> None:
+def test_each_part_is_added_once_despite_lost_messages() -> None:
     whole, backend = fussy_backend(optimizer=sgd), fussy_backend(optimizer=sgd, max_batch_size=4)
-    for each, lose in ((whole, []), (backend, ["reply", "request", "", "reply", "", "reply", "reply"])):
-        with reached("fake", each) as (_, transport):
+    for trained, lose in ((whole, []), (backend, ["reply", "request", "", "reply", "", "reply", "reply"])):
+        with reached("fake", trained) as (_, transport):
             assert isinstance(transport, FakeTransport)
-            y = in_parts(transport)(rows(10, 0))
+            y = make_retrying(transport)(rows(10, 0))
             transport.lose = lose
             y.sum().backward()
-            assert not transport.lose and each.steps == 1
+            assert not transport.lose and trained.steps == 1
     assert all(map(close, backend.module.parameters(), whole.module.parameters()))
 
 
-def test_of_parts_of_which_one_fails_nothing_is_applied() -> None:
+def test_failed_part_applies_none_of_the_parts() -> None:
     backend = fussy_backend(optimizer=sgd, max_batch_size=4)
     with reached("fake", backend) as (_, transport):
         weight = torch.ones(10, WIDTH, dtype=torch.float64)
         weight[9, 0] = torch.nan
-        y = in_parts(transport)(rows(10, 0))
+        y = make_retrying(transport)(rows(10, 0))
         with pytest.raises(GradientError):
             (y * weight).sum().backward()
         assert backend.steps == backend.statistics().open_mini_batches == 0
@@ -536,11 +533,11 @@ def test_parts_use_the_graphs_that_were_kept_for_them() -> None:
         assert backend.steps == 1 and backend.statistics().used_graphs == 3
 
 
-def test_rows_in_two_axes_are_told_to_be_flattened(fake: FakeTransport) -> None:
+def test_rows_in_two_axes_get_advice_to_flatten(fake: FakeTransport) -> None:
     remote, x = RemoteExpert("fussy", fake), torch.zeros(2, 3, WIDTH, dtype=torch.float64)
     with pytest.raises(SpecError, match=r"would fit as flatten\(0, 1\), and .* by unflatten\(0, \(2, 3\)\)"):
         remote(x)
     assert remote(x.flatten(0, 1)).unflatten(0, (2, 3)).shape == x.shape
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as caught:
         remote(torch.zeros(2, 3, WIDTH + 1, dtype=torch.float64))
-    assert "flatten" not in str(told.value)
+    assert "flatten" not in str(caught.value)

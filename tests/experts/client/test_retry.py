@@ -1,4 +1,4 @@
-"""The rule of repetition, and the line that keeps it within one deadline."""
+"""Retry policy, and the caller that keeps all attempts of a call within one deadline."""
 
 import re
 import threading
@@ -32,7 +32,7 @@ CALL = Call(Header(kind=Kind.PING, call_id=1))
 
 
 class Scripted:
-    """A transport whose calls end as they are told to; "never": not at all."""
+    """Transport with scripted outcomes: an exception, "good", or "never" for no answer."""
 
     def __init__(self, *fates: Exception | str, address: str = "script") -> None:
         self.fates = list(fates)
@@ -64,7 +64,7 @@ FINAL = [SpecError("x"), GradientError("x"), ResultEvictedError("x"), ForbiddenE
 
 
 @pytest.mark.parametrize("error", FINAL, ids=lambda e: type(e).__name__)
-def test_what_would_fail_again_is_not_asked_again(error: Exception) -> None:
+def test_permanent_errors_are_not_retried(error: Exception) -> None:
     transport = Scripted(error)
     with pytest.raises(type(error)):
         make_caller(transport).call(CALL, 5.0)
@@ -79,7 +79,7 @@ def test_all_attempts_end_with_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
-def test_attempts_end_with_the_deadline_or_as_many_as_was_said(error: Exception) -> None:
+def test_retries_end_at_the_deadline_or_the_attempt_limit(error: Exception) -> None:
     transport = Scripted(*[error for _ in range(100)])
     assert make_caller(transport, first=0.0, longest=0.0).call(CALL, 15.0) is ANSWER and transport.calls == 101
     transport = Scripted(*[type(error)("x") for _ in range(9)])
@@ -89,8 +89,8 @@ def test_attempts_end_with_the_deadline_or_as_many_as_was_said(error: Exception)
     assert re.search(r"this was attempt 4 in [\d.]+ s; the one before it ended", caught.value.__notes__[0])
 
 
-class Slow(threading.Event):
-    """Pauses take a second, by a clock that stands still otherwise."""
+class SlowPauses(threading.Event):
+    """Event that advances its own clock by one second per wait, and not otherwise."""
 
     now = 0.0
 
@@ -100,36 +100,36 @@ class Slow(threading.Event):
 
 
 @pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
-def test_a_pause_that_took_all_the_time_hides_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow()
+def test_pause_beyond_the_deadline_keeps_the_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowPauses()
     monkeypatch.setattr("torchweft.experts.client.retry.time", SimpleNamespace(monotonic=lambda: slow.now))
-    mine = RetryingCaller(FixedResolver(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)
+    caller = RetryingCaller(FixedResolver(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)
     with pytest.raises(type(error), match="x") as caught:
-        mine.call(CALL, 0.5)
+        caller.call(CALL, 0.5)
     assert "are over" in caught.value.__notes__[0]
 
 
 class ClosedAfter(Scripted):
     def __init__(self, close: bool, *fates: Exception | str) -> None:
         super().__init__(*fates)
-        self._close, self.line = close, RetryingCaller(FixedResolver(self), Retry(first=0.0, longest=0.0))
+        self._close, self.caller = close, RetryingCaller(FixedResolver(self), Retry(first=0.0, longest=0.0))
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         if not self.fates:
-            raise UsageError("the way was closed")
+            raise UsageError("the transport was closed")
         future = super().submit(call, timeout)
         if not self.fates and self._close:
-            self.line.closed.set()
+            self.caller.closed.set()
         return future
 
 
 @pytest.mark.parametrize("close", [True, False], ids=["who calls", "the way"])
 @given(st.lists(st.sampled_from([*SURE, *UNSURE]), min_size=1, max_size=5))
-def test_what_may_have_been_done_is_never_called_not_sent(close: bool, errors: list[Exception]) -> None:
+def test_possibly_executed_call_is_not_reported_as_unsent(close: bool, errors: list[Exception]) -> None:
     fates = [type(error)("x") for error in errors]
     unsure = [fate for fate in fates if isinstance(fate, LostError | DeadlineError)]
     with pytest.raises((UsageError, LostError, DeadlineError)) as caught:
-        ClosedAfter(close, *fates).line.call(CALL, 15.0)
+        ClosedAfter(close, *fates).caller.call(CALL, 15.0)
     if unsure:
         assert caught.value is unsure[-1] and "closed" in caught.value.__notes__[0]
     else:
@@ -143,7 +143,7 @@ def test_possibly_executed_attempt_is_not_hidden(sure: Exception) -> None:
         make_caller(transport, attempts=4).call(CALL, 5.0)
     (note,) = caught.value.__notes__
     assert transport.calls == 4 and note.startswith("attempt 4 in ") and f"{type(sure).__name__}: x" in note
-    with pytest.raises(SpecError):  # the last word is the server's
+    with pytest.raises(SpecError):  # the server's final answer takes precedence
         make_caller(Scripted(LostError("first"), SpecError("y"))).call(CALL, 5.0)
 
 
@@ -152,7 +152,7 @@ class Interrupted(Future[Received]):
         raise KeyboardInterrupt
 
 
-def test_who_is_interrupted_has_the_call_cancelled() -> None:
+def test_interrupt_cancels_the_call() -> None:
     future = Interrupted()
     transport = Scripted()
     transport.submit = lambda call, timeout: future  # type: ignore[method-assign]
@@ -168,13 +168,13 @@ def test_hung_transport_is_abandoned_at_the_deadline() -> None:
     assert make_caller(transport, attempt_seconds=0.05).call(CALL, 60.0) is ANSWER and transport.calls == 3
 
 
-def test_closing_wakes_who_pauses() -> None:
+def test_close_wakes_a_paused_caller() -> None:
     transport = Scripted(*[OverloadError("x") for _ in range(100)])
-    mine = RetryingCaller(FixedResolver(transport), Retry(first=600.0, longest=600.0))
-    closing = threading.Thread(target=lambda: wait_until(lambda: transport.calls) or mine.closed.set())
+    caller = RetryingCaller(FixedResolver(transport), Retry(first=600.0, longest=600.0))
+    closing = threading.Thread(target=lambda: wait_until(lambda: transport.calls) or caller.closed.set())
     closing.start()
     with pytest.raises((UsageError, OverloadError)):
-        mine.call(CALL, 900.0)
+        caller.call(CALL, 900.0)
     closing.join()
 
 

@@ -1,4 +1,4 @@
-"""A call is checked before it leaves, and an answer before it is believed."""
+"""Checks of a call before it is sent, and of an answer before it is used."""
 
 from collections import namedtuple
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ def nested_call(pair: Any, **options: Any) -> list[Tensor]:
     return NESTED.flatten_call((rows(3, 0), pair), {"options": {"scale": rows(3, 2, 1), "mode": "plain", **options}})
 
 
-def test_other_containers_of_the_same_names_will_do() -> None:
+def test_a_tuple_is_accepted_for_a_list() -> None:
     both = namedtuple("both", ["_0", "_1"], rename=True)
     pair = (torch.tensor([0, 1, 2]), rows(3, 1, 2))
-    wanted = nested_call(list(pair))
-    assert all(torch.equal(a, b) for a, b in zip(nested_call(pair), wanted, strict=True))
-    with pytest.raises(SpecError, match=r"\(args, kwargs\)"):  # its fields are no places of a list
+    expected = nested_call(list(pair))
+    assert all(torch.equal(a, b) for a, b in zip(nested_call(pair), expected, strict=True))
+    with pytest.raises(SpecError, match=r"\(args, kwargs\)"):  # it has fields instead of list indices
         nested_call(both(*pair))
 
 
@@ -60,7 +60,7 @@ def test_faults_name_their_place(pair: Any, more: dict[str, int], words: str) ->
 
 
 @pytest.mark.parametrize("wrong", [(), (rows(2, 0), rows(2, 0)), (rows(2, 0, 5),), (rows(2, 0).float(),)])
-def test_an_answer_that_is_not_what_was_promised_is_not_believed(wrong: tuple[Tensor, ...]) -> None:
+def test_answer_of_another_signature_is_malformed(wrong: tuple[Tensor, ...]) -> None:
     with pytest.raises(MalformedError, match="fussy"):
         FUSSY.read_outputs(answer(*wrong), CPU)
     with pytest.raises(MalformedError, match="fussy"):
@@ -70,8 +70,8 @@ def test_an_answer_that_is_not_what_was_promised_is_not_believed(wrong: tuple[Te
 def test_gradients_have_the_rows_and_dtype_of_their_inputs() -> None:
     with pytest.raises(MalformedError, match="gradients of shapes"):
         FUSSY.read_input_gradients(answer(rows(3, 0)), [rows(2, 0)])
-    (found,) = FUSSY.read_input_gradients(answer(rows(2, 0)), [rows(2, 0).float()])
-    assert found.dtype == torch.float32
+    (gradient,) = FUSSY.read_input_gradients(answer(rows(2, 0)), [rows(2, 0).float()])
+    assert gradient.dtype == torch.float32
 
 
 def test_only_outputs_that_can_have_a_gradient_are_tracked() -> None:
@@ -94,6 +94,6 @@ def test_missing_output_gradient_is_sent_as_zeros() -> None:
     inputs = [torch.empty(0) for _ in NESTED.inputs.names]
     function = RemoteFunction(Fake(), NESTED, inputs, torch.empty(0), IdempotencyKey(), 0.0)
     assert function.forward() == (outputs, NESTED.tracked)
-    assert function.backward([None, rows(3, 0), None], retain=False)[-1] is not None, "autograd finds the anchor by it"
+    assert function.backward([None, rows(3, 0), None], retain=False)[-1] is not None, "the gradient of the anchor"
     assert torch.equal(sent[0], torch.zeros_like(outputs[0])) and torch.equal(sent[1], rows(3, 0))
     assert sent[2].dtype == torch.int64

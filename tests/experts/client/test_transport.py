@@ -1,4 +1,4 @@
-"""What holds for every way to an expert: over gRPC, within the process, and made up."""
+"""Facts about every transport to an expert: gRPC, within the process, and fake."""
 
 import asyncio
 import threading
@@ -31,8 +31,8 @@ def forward(x: torch.Tensor, uid: str = "fussy") -> Call:
 
 @pytest.fixture(params=WAYS)
 def there(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Transport]]:
-    with reached(request.param, fussy_backend()) as found:
-        yield found
+    with reached(request.param, fussy_backend()) as server_and_transport:
+        yield server_and_transport
 
 
 def test_every_caller_gets_its_own_answer(there: tuple[Server, Transport]) -> None:
@@ -56,9 +56,7 @@ def test_every_caller_gets_its_own_answer(there: tuple[Server, Transport]) -> No
         (Call(Header(kind=Kind.COMMIT, call_id=0, uid="fussy")), UsageError),
     ],
 )
-def test_an_error_comes_to_its_caller_alone(
-    there: tuple[Server, Transport], call: Call, error: type[Exception]
-) -> None:
+def test_error_reaches_only_its_caller(there: tuple[Server, Transport], call: Call, error: type[Exception]) -> None:
     good = [there[1].submit(forward(rows(2, 0)), PATIENCE) for _ in range(2)]
     bad = there[1].submit(call, PATIENCE)
     good.append(there[1].submit(forward(rows(2, 0)), PATIENCE))
@@ -66,7 +64,7 @@ def test_an_error_comes_to_its_caller_alone(
     assert all(future.exception(PATIENCE) is None for future in good)
 
 
-def test_an_answer_is_compressed_as_wished(there: tuple[Server, Transport]) -> None:
+def test_answer_has_the_requested_compression(there: tuple[Server, Transport]) -> None:
     header = Header(kind=Kind.FORWARD, call_id=0, uid="fussy", reply=Compression.BF16)
     answer = there[1].submit(Call(header, [rows(3, 0)]), PATIENCE).result(PATIENCE)
     assert answer.descriptors[0].compression is Compression.BF16
@@ -85,7 +83,7 @@ def test_a_call_ends_at_its_deadline_whatever_the_expert_does(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["grpc", "local"])
-def test_close_wakes_all_who_wait(way: str) -> None:
+def test_close_wakes_all_waiting_callers(way: str) -> None:
     gate, backend = blocking_expert()
     with reached(way, backend) as (_, transport):
         futures = [transport.submit(forward(rows(1, 0), "gate"), 25.0) for _ in range(5)]
@@ -101,11 +99,11 @@ def test_close_wakes_all_who_wait(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["grpc", "local"])
-def test_a_transport_that_nobody_holds_ends_its_threads(way: str) -> None:
+def test_unreferenced_transport_ends_its_threads(way: str) -> None:
     with Server([fussy_backend()]) as server:
         transport: Transport = GrpcTransport(server.address) if way == "grpc" else LocalTransport(server.handler())
         transport.submit(forward(rows(2, 0)), PATIENCE).result(PATIENCE)
-        del transport  # the fixture that looks for threads does the rest
+        del transport  # a fixture fails the test if a thread stays alive
 
 
 @pytest.mark.parametrize("there", ["grpc", "local"], indirect=True)
@@ -146,8 +144,8 @@ CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0
     ],
 )
 def test_closed_handshake_names_certificate_and_option(tls: ClientTls | None, words: str) -> None:
-    told = explain_failure(CLOSED, tls)
-    assert told.startswith(f"{CLOSED}; ") and words in told and "(tls=)" in told
+    explanation = explain_failure(CLOSED, tls)
+    assert explanation.startswith(f"{CLOSED}; ") and words in explanation and "(tls=)" in explanation
     other = explain_failure(CLOSED, tls, "this server", "tls= of ReplicaOptions")
     assert "(tls= of ReplicaOptions)" in other and "this client" not in other
 
@@ -157,5 +155,5 @@ def test_wrong_host_name_gets_advice_and_other_errors_none() -> None:
         assert explain_failure(text, None) == text
     assert explain_failure("Connection refused", None) == "Connection refused; is `torchweft serve` running there?"
     text = "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed."
-    told = explain_failure(text, ClientTls(b"authority"), "this server", "tls= of ReplicaOptions")
-    assert told.startswith(text) and "server_name= (tls= of ReplicaOptions)" in told
+    explanation = explain_failure(text, ClientTls(b"authority"), "this server", "tls= of ReplicaOptions")
+    assert explanation.startswith(text) and "server_name= (tls= of ReplicaOptions)" in explanation

@@ -1,4 +1,4 @@
-"""The small parts of a client: who waits, what is remembered, which mini-batch is open, where an expert is."""
+"""Units of the client: pending calls, recomputation cache, open mini-batches, resolver and connections."""
 
 from collections.abc import Iterator, Mapping
 
@@ -25,19 +25,19 @@ def pending() -> Iterator[PendingCalls]:
     pending.close()
 
 
-def test_a_call_ends_once_whoever_comes_first(pending: PendingCalls) -> None:
+def test_first_outcome_of_a_call_counts(pending: PendingCalls) -> None:
     entry = pending.register(CALL, 5.0)
     pending.set_outcome(entry.number, ANSWER)
     pending.set_outcome(entry.number, LostError("late"))
     assert entry.future.result(0) is ANSWER and pending.counts() == (1, 1, 0, {})
 
 
-def test_the_clock_ends_what_is_late_and_nothing_else(pending: PendingCalls) -> None:
+def test_only_overdue_calls_time_out(pending: PendingCalls) -> None:
     late, early = pending.register(CALL, 0.05), pending.register(CALL, 10.0)
     assert isinstance(late.future.exception(60.0), DeadlineError) and not early.future.done()
 
 
-def test_the_clock_ends_and_is_started_again(pending: PendingCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_thread_ends_when_idle_and_restarts(pending: PendingCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchweft.experts.client.stream._IDLE", 1)
     for _ in range(2):
         assert isinstance(pending.register(CALL, 0.03).future.exception(60.0), DeadlineError)
@@ -49,14 +49,14 @@ def test_a_cancelled_call_is_forgotten(pending: PendingCalls) -> None:
     wait_until(lambda: pending.counts()[2] == 0)
 
 
-def test_only_the_calls_of_an_owner_fail_with_it(pending: PendingCalls) -> None:
+def test_only_calls_of_the_failed_stream_fail(pending: PendingCalls) -> None:
     mine, other = pending.register(CALL, 5.0), pending.register(CALL, 5.0)
     mine.stream, other.stream, mine.sent = "a", "b", True
     pending.fail_stream("a", lambda sent: LostError("x") if sent else UnreachableError("x"))
     assert isinstance(mine.future.exception(0), LostError) and not other.future.done()
 
 
-def test_close_tells_who_was_sent_from_who_was_not(pending: PendingCalls) -> None:
+def test_close_distinguishes_sent_from_unsent_calls(pending: PendingCalls) -> None:
     sent, unsent = pending.register(CALL, 5.0), pending.register(CALL, 5.0)
     sent.sent = True
     pending.close()
@@ -81,15 +81,15 @@ def test_cached_result_is_popped_once_in_order() -> None:
 
 def test_only_a_complete_mini_batch_can_be_committed() -> None:
     for spoil in (None, lambda o: o.record_gradient(2), lambda o: o.record_failure(ValueError("why"))):
-        open_ = PendingCommit("x")
-        assert open_.commit_incarnation() is None and not open_.has_begun
-        open_.record_gradient(1)
-        open_.record_gradient(1)
-        assert open_.commit_incarnation() == 1 and open_.has_begun
+        pending = PendingCommit("x")
+        assert pending.commit_incarnation() is None and not pending.has_begun
+        pending.record_gradient(1)
+        pending.record_gradient(1)
+        assert pending.commit_incarnation() == 1 and pending.has_begun
         if spoil is not None:
-            spoil(open_)
+            spoil(pending)
             with pytest.raises(CommitError, match="incomplete"):
-                open_.commit_incarnation()
+                pending.commit_incarnation()
 
 
 def test_late_gradient_does_not_reach_the_next_mini_batch() -> None:
@@ -97,16 +97,16 @@ def test_late_gradient_does_not_reach_the_next_mini_batch() -> None:
     old = stub.mini_batch
     stub.discard()
     old.record_failure(ValueError("late"))
-    stub.discard(mini_batch=old)  # late as well
+    stub.discard(mini_batch=old)  # stale too
     next_ = stub.mini_batch
     assert next_ is not old and next_.name != old.name and not stub.commit() and stub.mini_batch is next_
 
 
 @pytest.fixture
 def directory() -> Iterator[LocalDirectory]:
-    with_experts = LocalDirectory()
-    yield with_experts
-    with_experts.close()
+    local = LocalDirectory()
+    yield local
+    local.close()
 
 
 def make_resolver(directory: LocalDirectory) -> tuple[Connections, DirectoryResolver]:
@@ -119,18 +119,18 @@ def test_the_owner_is_asked_first_and_then_the_others(directory: LocalDirectory)
         lease = directory.declare("x", address, 60.0)
         if address == "b:1":
             directory.claim("x", lease)
-    _, route = make_resolver(directory)
-    assert [route.select_transport(attempt, None).address for attempt in range(4)] == ["b:1", "a:1", "c:1", "b:1"]
+    _, resolver = make_resolver(directory)
+    assert [resolver.select_transport(attempt, None).address for attempt in range(4)] == ["b:1", "a:1", "c:1", "b:1"]
     elsewhere = NotOwnerError("x", {"address": "d:1"})
-    assert route.select_transport(1, elsewhere).address == "d:1"
+    assert resolver.select_transport(1, elsewhere).address == "d:1"
 
 
 def test_unlisted_expert_is_unreachable_until_listed(directory: LocalDirectory) -> None:
-    _, route = make_resolver(directory)
+    _, resolver = make_resolver(directory)
     with pytest.raises(UnreachableError, match="'x'"):
-        route.select_transport(0, None)
+        resolver.select_transport(0, None)
     directory.declare("x", "a:1", 60.0)
-    assert route.select_transport(0, None).address == "a:1"
+    assert resolver.select_transport(0, None).address == "a:1"
 
 
 def test_connections_open_one_transport_per_address(directory: LocalDirectory) -> None:
@@ -146,7 +146,7 @@ def test_connections_open_one_transport_per_address(directory: LocalDirectory) -
         Connections(open_transport=Scripted, token="secret")
 
 
-class Several(RemoteLayer):
+class FakeLayer(RemoteLayer):
     accumulates = False
 
     def __init__(self, accumulates: bool = True, **stepped: bool) -> None:
@@ -161,8 +161,8 @@ class Several(RemoteLayer):
         self.asked -= 1
 
 
-def test_all_that_accumulate_are_asked_once_and_told_by_expert() -> None:
-    one, other, idle = Several(a=True, b=False, c=True), Several(b=True, c=False, d=False), Several(False, e=True)
+def test_commit_asks_each_accumulating_layer_once() -> None:
+    one, other, idle = FakeLayer(a=True, b=False, c=True), FakeLayer(b=True, c=False, d=False), FakeLayer(False, e=True)
     model = nn.Sequential(one, nn.Linear(1, 1), nn.Sequential(other, idle, one))
     assert commit(model) == {"a": True, "b": True, "c": True, "d": False}
     assert (one.asked, other.asked, idle.asked) == (1, 1, 0)

@@ -1,4 +1,4 @@
-"""Ways to an expert, for laws that hold for all of them: over gRPC, within the process, and one that is made up."""
+"""Transports for tests that hold for all of them: gRPC, within the process, and a fake that loses messages."""
 
 import threading
 from collections.abc import Generator
@@ -16,8 +16,8 @@ WAYS = ("grpc", "local", "fake")
 
 
 class FakeTransport:
-    """Answers at once, in the caller's thread. ``lose``: for each call to come, "request" (the server never sees it),
-    "reply" (the server works, the caller hears nothing but `LostError`), or "" (goes well).
+    """Transport that answers in the caller's thread. ``lose`` lists the losses of the next calls: "request" (the server
+    never sees it), "reply" (the server executes the call, and the caller gets `LostError`), or "" (no loss).
     """
 
     def __init__(self, server: Server) -> None:
@@ -63,16 +63,16 @@ class FakeTransport:
 
 @contextmanager
 def reached(way: str, *backends: ExpertBackend, **options: Any) -> Generator[tuple[Server, Transport]]:
-    """A server with these experts, and a transport of one kind to it."""
+    """Server with these experts, and a transport to it."""
     with Server(backends, **options) as server:
-        transport = way_to(way, server)
+        transport = make_transport(way, server)
         try:
             yield server, transport
         finally:
             transport.close()
 
 
-def way_to(way: str, server: Server) -> Transport:
+def make_transport(way: str, server: Server) -> Transport:
     if way == "grpc":
         return GrpcTransport(server.address)
     return LocalTransport(server.handler()) if way == "local" else FakeTransport(server)

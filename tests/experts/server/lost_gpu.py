@@ -1,4 +1,4 @@
-"""Expert kinds that fail as a GPU does, for a server in a process of its own; see `test_lost_gpu`."""
+"""Expert kinds that fail like a lost GPU, for a server in a separate process; see `test_lost_gpu`."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torchweft.experts import ExpertFactory, register_expert
 
 
 class _Breaking(nn.Module):
-    """Raises what an index out of range raises on a GPU, after which all that uses it raises."""
+    """Raises the error of an index out of range on a GPU, and all later uses of the GPU fail too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def breaking() -> ExpertFactory:
 
 
 class _LookUp(nn.Module):
-    """Looks up rows without an embedding, so no range is asked for."""
+    """Looks up rows without `nn.Embedding`, which would require a range for its indices."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A client that sends any bytes, for servers that must survive them."""
+"""Client that sends arbitrary bytes, for tests that servers survive them."""
 
 import queue
 from collections.abc import Generator, Sequence
@@ -26,7 +26,7 @@ class RawStream:
         return decode(next(self._call))
 
     def ended(self) -> Any:
-        """The status with which the server ends the stream; answers before it are passed over."""
+        """Status with which the server ends the stream. Earlier answers are skipped."""
         try:
             for _ in self._call:
                 pass

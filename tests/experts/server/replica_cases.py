@@ -1,4 +1,4 @@
-"""Servers with the same experts, single replicas, a client that calls in a loop, and a directory that can be away."""
+"""Servers that share experts, single replicas, a client that calls in a loop, and directories that fail."""
 
 import threading
 from collections.abc import Generator, Sequence
@@ -23,7 +23,7 @@ CLOSELY = ReplicaOptions(follow_seconds=0.05, follow_steps=1)
 
 
 class Away(LocalDirectory):
-    """A directory that does not answer while ``away``, and whose leases end meanwhile."""
+    """Directory that does not answer while ``away``, although its leases continue to expire."""
 
     away = False
 
@@ -33,34 +33,34 @@ class Away(LocalDirectory):
         super()._expire()
 
 
-def _asked_of_inner(name: str) -> Any:
-    return lambda self, *values: getattr(self._there(), name)(*values)
+def _forward_to_inner(name: str) -> Any:
+    return lambda self, *values: getattr(self._reachable(), name)(*values)
 
 
 class Cut(LocalDirectory):
-    """What one server sees of a directory: it can be cut off from it, and from it alone; and it can begin anew."""
+    """One server's view of a directory, which can be cut off separately. The directory can also lose its data."""
 
     def __init__(self, inner: LocalDirectory) -> None:
         super().__init__()
         self.inner = inner
         self.cut = False
 
-    def begin_anew(self, revisions: int = 0) -> None:
-        """It has lost all that it knew; ``revisions`` have passed since."""
+    def lose_data(self, revisions: int = 0) -> None:
+        """Replace the directory by an empty one after so many ``revisions``."""
         leases, self.inner = self.inner._last_lease, after(revisions)
-        self.inner._last_lease += leases  # numbers of leases do not come again
+        self.inner._last_lease += leases  # lease numbers are not reused
 
-    def _there(self) -> LocalDirectory:
+    def _reachable(self) -> LocalDirectory:
         if self.cut:
             raise DirectoryUnavailableError("cut off")
         return self.inner
 
-    declare, renew, withdraw = map(_asked_of_inner, ("declare", "renew", "withdraw"))
-    get, claim, release = map(_asked_of_inner, ("get", "claim", "release"))
+    declare, renew, withdraw = map(_forward_to_inner, ("declare", "renew", "withdraw"))
+    get, claim, release = map(_forward_to_inner, ("get", "claim", "release"))
 
 
 def after(revisions: int) -> LocalDirectory:
-    """A directory in which something else has happened before."""
+    """Empty directory with a revision of at least ``revisions``."""
     directory = LocalDirectory()
     while directory.get().revision < revisions:
         directory.withdraw(directory.declare("else", "elsewhere:1", 60.0))
@@ -94,7 +94,7 @@ def same_steps(one: Server, other: Server, uid: str = "fussy") -> bool:
 
 
 def owning(token: int, *keys: str) -> Replica:
-    """A replica without a server that owns its expert with this token, a step further for each of these keys."""
+    """Replica without a server that owns its expert with ``token`` and has made a step for each key."""
     replica, mine = Replica(fussy_backend(), lambda lease: float("inf")), Ownership("fussy", "here:1", token)
     replica.claimed(mine, LEASED)
     replica.lead(mine, LEASED)
@@ -106,7 +106,7 @@ def owning(token: int, *keys: str) -> Replica:
 
 
 def die(server: Server) -> None:
-    """As SIGKILL: it renews no more, answers no more, and tells nobody."""
+    """Stop a server as SIGKILL does: it neither renews its lease nor answers, and withdraws nothing."""
     server._replication.stop()
     server._background.stop_periodic("lease", 1.0)
     server._state.end()
@@ -114,7 +114,7 @@ def die(server: Server) -> None:
 
 
 class HungTransport(GrpcTransport):
-    """To a server that hangs from when this is said: calls are sent, and never answered."""
+    """Transport to a server that hangs once ``hangs`` is set: calls are sent and never answered."""
 
     hangs = False
 
@@ -123,7 +123,7 @@ class HungTransport(GrpcTransport):
 
 
 def hang(server: Server, connections: Connections) -> None:
-    """As SIGSTOP: it renews no more, and answers no call of these connections, whose transports are `HungTransport`."""
+    """Stop a server as SIGSTOP does: no renewals, and no answers to these connections (with `HungTransport`)."""
     transport = connections.transport_to(server.address)
     assert isinstance(transport, HungTransport)
     transport.hangs = True
@@ -133,7 +133,7 @@ def hang(server: Server, connections: Connections) -> None:
 
 @contextmanager
 def calling(connections: Connections, uids: Sequence[str]) -> Generator[dict[str, int]]:
-    """A client that trains these experts in a loop; it fails at the end if any call did."""
+    """Train these experts in a loop until the end of the context, which fails if a call failed."""
     done, stop = dict.fromkeys(uids, 0), threading.Event()
 
     def run(uid: str) -> None:
@@ -148,4 +148,4 @@ def calling(connections: Connections, uids: Sequence[str]) -> Generator[dict[str
             yield done
         finally:
             stop.set()
-    assert [each.exception() for each in running] == [None] * len(uids)
+    assert [future.exception() for future in running] == [None] * len(uids)

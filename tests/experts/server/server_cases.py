@@ -1,4 +1,4 @@
-"""Parts of a server that its public methods do not show."""
+"""Access to private parts of a server."""
 
 from torchweft.experts import ExpertBackend
 from torchweft.experts.server import Access, Server

@@ -1,4 +1,4 @@
-"""Who may do what: the best grant counts, refusals are told and written down."""
+"""Roles of clients: the best matching grant counts, and refusals are reported and logged."""
 
 import logging
 
@@ -35,21 +35,21 @@ ACCESS = Access(
 )
 def test_best_matching_grant_counts(client: str, expert: str, role: Role) -> None:
     assert ACCESS.role(client, expert) is role
-    for wanted in (Role.FORWARD, Role.TRAIN, Role.ADMIN):
-        if role >= wanted:
-            ACCESS.check(Caller(client, "peer"), expert, wanted, "something")
+    for required in (Role.FORWARD, Role.TRAIN, Role.ADMIN):
+        if role >= required:
+            ACCESS.check(Caller(client, "peer"), expert, required, "something")
         else:
-            with pytest.raises(ForbiddenError, match=wanted.name):
-                ACCESS.check(Caller(client, "peer"), expert, wanted, "something")
+            with pytest.raises(ForbiddenError, match=required.name):
+                ACCESS.check(Caller(client, "peer"), expert, required, "something")
 
 
 def test_without_grants_every_client_can_do_everything() -> None:
-    """With grants, a client without one is refused."""
+    """If there are grants, a client without one is refused."""
     assert Access().role("", "x") is Role.ADMIN and Access().admits("")
     assert not ACCESS.admits("stranger") and ACCESS.admits("") and ACCESS.admits("trainer-99")
     with pytest.raises(ForbiddenError, match="'stranger'"):
         authenticate(ACCESS, {"x509_common_name": [b"stranger"]}, None, "p")
-    with pytest.raises(UsageError, match="tokens and no grants"):  # which would leave everything open
+    with pytest.raises(UsageError, match="tokens and no grants"):  # without grants, every client could do everything
         Access(tokens={"s3cret": "me"})
     assert not Access([], {"s3cret": "me"}).admits("me")
 

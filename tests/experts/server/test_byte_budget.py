@@ -1,4 +1,4 @@
-"""What all clients together may have under way."""
+"""Limit on the bytes of pending calls of all clients together."""
 
 import threading
 
@@ -25,7 +25,7 @@ def test_budget_is_kept_unless_one_call_alone_is_larger(sizes: list[int], most: 
     budget, held = ByteBudget(most), list[int]()
     for size in sizes:
         try:
-            budget.admit(size, f"client {len(held)}")  # each its own, so that no share is full
+            budget.admit(size, f"client {len(held)}")  # one client per call, so that no client's share is full
             held.append(size)
         except OverloadError:
             assert size and budget.held + size > most

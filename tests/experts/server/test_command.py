@@ -1,4 +1,4 @@
-"""``torchweft serve`` and ``torchweft status``: what they read, what they print, and how a served process ends."""
+"""``torchweft serve`` and ``torchweft status``: configuration, output, and the end of a served process."""
 
 import gc
 import json
@@ -85,21 +85,21 @@ def test_file_configures_journal_and_idempotency(tmp_path: Path) -> None:
     files = sorted((tmp_path / "a" / "log").iterdir())
     assert [file.name for file in files] == [f"%46.journal{number}" for number in ("", ".1", ".2", ".3")][: len(files)]
     assert len(files) > 1 and all(file.stat().st_size <= 5000 for file in files)
-    assert [each.step for each in read_journal(journal_lines(files[0]))] == [*range(1, 41)]
-    assert all(made.stat().st_mode & 0o777 == 0o700 for made in (tmp_path / "a", tmp_path / "a" / "log"))
+    assert [entry.step for entry in read_journal(journal_lines(files[0]))] == [*range(1, 41)]
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in (tmp_path / "a", tmp_path / "a" / "log"))
     assert backend.journal is not None
     with pytest.raises(ClosedError):
         backend.journal.write(Entry("commit", 1, 0, "m", (), 1), [])
     wrong = {"idempotency": {"keys": 1}, "mini_batches": {"seconds": "x"}, "journal": {"max_files": 2}}
     with pytest.raises(UsageError) as caught:
         build({"experts": [{**table, **wrong}]})
-    told = ("idempotency has 'keys'", "mini_batches.seconds is 'x'", "journal has no folder")
-    assert all(f"experts[0].{word}" in str(caught.value) for word in told), caught.value
+    messages = ("idempotency has 'keys'", "mini_batches.seconds is 'x'", "journal has no folder")
+    assert all(f"experts[0].{word}" in str(caught.value) for word in messages), caught.value
 
 
-def test_an_expert_in_one_word() -> None:
-    wanted = {"name": "a.0", "kind": "ffn", "arguments": {"hidden": 8, "rate": 0.5, "mode": "x"}}
-    assert parse_expert("a.0=ffn:hidden=8,rate=0.5,mode=x") == wanted
+def test_parse_expert_reads_name_kind_and_arguments() -> None:
+    expected = {"name": "a.0", "kind": "ffn", "arguments": {"hidden": 8, "rate": 0.5, "mode": "x"}}
+    assert parse_expert("a.0=ffn:hidden=8,rate=0.5,mode=x") == expected
     for word in ("a", "a=", "=ffn", "a=ffn:hidden", "a=ffn:=3"):
         with pytest.raises(UsageError, match="NAME=KIND"):
             parse_expert(word)
@@ -107,7 +107,7 @@ def test_an_expert_in_one_word() -> None:
         parse_expert("f=ffn:hidden=8,inner=4,hidden=16")
 
 
-def test_status_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_is_printed_as_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     server = build({"address": "127.0.0.1:0", "experts": [{**parse_expert("f=ffn:hidden=8"), "optimizer": "SGD"}]})
     with server, RemoteExpert("f", server.address) as remote:
         remote(torch.ones(2, 8)).sum().backward()
@@ -185,18 +185,18 @@ def test_ctrl_c_ends_a_server_and_leaves_the_signal_as_it_was(capsys: pytest.Cap
     assert main(["serve", "--expert", "f=ffn:hidden=8", "--address", "127.0.0.1:0"]) == 0
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before and "draining" in capsys.readouterr().out
-    assert seen, "a full collection goes through all that torch has made, and stops the server meanwhile"
+    assert seen, "imported objects must be frozen, or a full collection pauses the server"
     assert gc.get_freeze_count() <= frozen
 
 
 @pytest.mark.parametrize("wrong", ["f=nothing-like-it", "f"])
 def test_failed_serve_restores_the_signal_handlers(wrong: str) -> None:
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(SystemExit):
         main(["serve", "--expert", wrong, "--address", "127.0.0.1:0"])
-    with pytest.raises(Exception):  # noqa: B017  (whichever it is: the signals are what counts)
+    with pytest.raises(Exception):  # noqa: B017  (of any type: only the signal handlers matter)
         serve({"experts": [{"name": "f", "kind": "nothing-like-it"}]})
-    assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 _IMPORTS = """
@@ -219,7 +219,7 @@ finally:
 
 @pytest.mark.long
 def test_imports_of_the_optimizer_are_frozen() -> None:
-    """Garbage collections skip them. Without an optimizer nothing is imported."""
+    """Garbage collections skip frozen objects. Without an optimizer, torch._dynamo is not imported."""
     trained = python(_IMPORTS.replace("OPTIMIZER", "'optimizer': 'Adam'"))
     assert trained.stdout.split() == ["0", "True", "True", "True", "0"], trained.stderr
     served = python(_IMPORTS.replace("OPTIMIZER", ""))

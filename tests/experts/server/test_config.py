@@ -1,4 +1,4 @@
-"""Configurations that cannot be served: each is refused with words that say where, and nothing is left open."""
+"""Invalid configurations of a server: each error says where the fault is, and nothing is left open."""
 
 import os
 from dataclasses import fields
@@ -181,14 +181,14 @@ def test_entry_configures_optimizer_schedule_and_guards() -> None:
     assert isinstance(backend.schedule, torch.optim.lr_scheduler.ConstantLR)
 
 
-def test_the_docs_tell_every_name() -> None:
+def test_docs_list_every_name_of_the_configuration() -> None:
     text = (Path(__file__).parents[3] / "docs" / "experts.md").read_text("utf-8")
     _, _, table = text.partition("Contents of the file")
     tables: list[Any] = [ServeConfig, ExpertTable, PanelTable, JournalTable]
-    wanted = {name for each in tables for name in each.model_fields}
-    wanted |= {field.name for kind in (Guards, GraphBudget, ReplicaOptions, Grant) for field in fields(kind)}
+    names = {name for model in tables for name in model.model_fields}
+    names |= {field.name for kind in (Guards, GraphBudget, ReplicaOptions, Grant) for field in fields(kind)}
     table = table.partition("\n## ")[0].replace("[", "`").replace("]", "`")
-    assert {name for name in wanted if f"`{name}`" not in table} == set()
+    assert {name for name in names if f"`{name}`" not in table} == set()
 
 
 def test_faults_of_several_entries_are_reported_together() -> None:

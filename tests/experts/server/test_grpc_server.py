@@ -1,4 +1,4 @@
-"""What strangers can send over gRPC, and what it does to everybody else: nothing."""
+"""Invalid gRPC traffic of one client does not affect the calls of others."""
 
 import threading
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def stream(server: Server) -> Iterator[RawStream]:
 def test_invalid_frame_ends_only_its_stream(
     server: Server, stream: RawStream, bad: bytes, error: type[Exception]
 ) -> None:
-    """The stream gets an error of call 0."""
+    """The stream gets an error for call 0."""
     with raw_stream(server.address) as other:
         other.send(forward(1))
         assert other.receive()[0].header.kind is Kind.RESULT
@@ -134,8 +134,8 @@ def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: Raw
     while seen < count:
         seen += len(stream.receive())
     wait_until(lambda: (server.statistics().calls, server.statistics().nbytes) == (0, 0))
-    found = server.statistics()
-    assert all(pool.waiting_tasks == 0 for pool in found.experts["fussy"].pools.values())
+    statistics = server.statistics()
+    assert all(pool.waiting_tasks == 0 for pool in statistics.experts["fussy"].pools.values())
 
 
 def test_info_is_a_unary_call_too(server: Server) -> None:
@@ -149,7 +149,7 @@ def test_info_is_a_unary_call_too(server: Server) -> None:
         assert broken.header.call_id == 0 and isinstance(read_fault(broken.header.data), MalformedError)
 
 
-def test_a_client_too_many_is_turned_away() -> None:
+def test_client_beyond_the_limit_is_rejected() -> None:
     with Server([fussy_backend()], options=ServerOptions(connections=2)) as server:
         with raw_stream(server.address) as a, raw_stream(server.address) as b:
             for one in (a, b):
@@ -166,7 +166,7 @@ def test_a_client_too_many_is_turned_away() -> None:
         assert server.statistics().turned_away == 1
 
 
-def test_a_client_that_vanishes_takes_its_waiting_calls_along() -> None:
+def test_disconnect_cancels_waiting_calls() -> None:
     gate, backend = blocking_expert()
     with Server([backend]) as server, gate:
         with raw_stream(server.address) as stream:
@@ -186,13 +186,13 @@ def test_client_that_does_not_read_slows_no_other() -> None:
         GrpcTransport(server.address) as quick,
     ):
         for number in range(1, 200):
-            slow.send(forward(number, rows(4000, 0)))  # 128 kB there and back
+            slow.send(forward(number, rows(4000, 0)))  # 128 kB in each direction
         for _ in range(20):
             quick.submit(forward(0), PATIENCE).result(PATIENCE)
-        connection = max(server._grpc_server.handlers.connections, key=lambda each: each.nbytes)
+        connection = max(server._grpc_server.handlers.connections, key=lambda stream: stream.nbytes)
         assert connection.calls <= 8 + 1 and connection.nbytes <= 4 << 20
         seen = 0
-        while seen < 199:  # what it sent comes back once it reads
+        while seen < 199:  # it gets all answers once it reads
             seen += len(slow.receive())
 
 
@@ -216,7 +216,7 @@ def test_draining_answers_only_accepted_calls() -> None:
 
 
 def test_an_event_for_a_server_that_has_ended_is_dropped() -> None:
-    """All servers of a process share gRPC's poller: what it raises for one, the others lose."""
+    """All servers of a process share gRPC's poller, so an exception for one would lose events of the others."""
     server = Server([fussy_backend()])
     server.start()
     loop = server._grpc_server._loop

@@ -1,4 +1,4 @@
-"""Leases that are renewed in time, or whose owner stops before they end."""
+"""Renewal of leases in time, and owners that stop before their lease ends."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from torchweft.experts.server import Server, ServerOptions
 from torchweft.experts.server.background import PeriodicTask
 
 
-def test_a_renewal_does_not_wait_behind_a_look_at_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewal_does_not_wait_for_a_read_of_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     directory, gate, renewals = LocalDirectory(), threading.Event(), list[Lease]()
     renew = directory.renew
     monkeypatch.setattr(directory, "renew", lambda lease: (renewals.append(lease), renew(lease)))
@@ -30,13 +30,13 @@ def test_a_renewal_does_not_wait_behind_a_look_at_the_directory(monkeypatch: pyt
 
 
 def test_failed_renewal_is_retried_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns are counted from their start."""
+    """Intervals are measured from the start of a turn."""
     now, pauses = [0.0], list[float]()
 
-    class Waits(threading.Event):
+    class RecordedWaits(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             pauses.append(timeout or 0.0)
-            return len(pauses) > 5  # the end
+            return len(pauses) > 5  # ends the loop
 
     def act() -> None:
         if len(pauses) in (1, 2):
@@ -45,31 +45,31 @@ def test_failed_renewal_is_retried_soon(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("torchweft.experts.server.background.time", SimpleNamespace(monotonic=lambda: now[0]))
     task = PeriodicTask("lease", 0.5, 0.05, act)
-    task._stop = Waits()
+    task._stop = RecordedWaits()
     task._run_turns()
-    assert pauses == pytest.approx([0.5, 0.05, 0.05, 0.375, 0.375, 0.375])  # a tenth after a failure
+    assert pauses == pytest.approx([0.5, 0.05, 0.05, 0.375, 0.375, 0.375])  # a tenth of the interval after a failure
     assert task.last_failure is None
 
 
 def test_owner_stops_before_its_lease_ends(directory: LocalDirectory) -> None:
     """The statistics report late renewals."""
-    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
-    assert presence.statistics() is None
+    heartbeat = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
+    assert heartbeat.statistics() is None
     start = time.monotonic()
-    presence.turn()
-    lease = presence.lease
+    heartbeat.turn()
+    lease = heartbeat.lease
     assert lease is not None
-    assert presence.until(lease) < start + 0.95 * 60.0
-    assert presence.statistics().latest == 0.0  # type: ignore[union-attr]
-    presence._due = time.monotonic() - 7.0  # it should have been renewed 7 s ago
-    presence.turn()
-    seen = presence.statistics()
+    assert heartbeat.until(lease) < start + 0.95 * 60.0
+    assert heartbeat.statistics().latest == 0.0  # type: ignore[union-attr]
+    heartbeat._due = time.monotonic() - 7.0  # it should have been renewed 7 s ago
+    heartbeat.turn()
+    seen = heartbeat.statistics()
     assert seen is not None and 7.0 <= seen.late == seen.latest < 8.0 and 50.0 < seen.left <= 54.0
-    presence.turn()
-    assert presence.statistics().late == 0.0 and presence.statistics().latest >= 7.0  # type: ignore[union-attr]
+    heartbeat.turn()
+    assert heartbeat.statistics().late == 0.0 and heartbeat.statistics().latest >= 7.0  # type: ignore[union-attr]
 
 
-def test_the_status_tells_of_the_lease() -> None:
+def test_status_shows_the_lease() -> None:
     with make(LocalDirectory(), expert()) as server:
-        line = next(each for each in shown(server.status()).splitlines() if each.startswith("lease: "))
+        line = next(line for line in shown(server.status()).splitlines() if line.startswith("lease: "))
         assert "s left, last renewed 0.0" in line

@@ -1,4 +1,4 @@
-"""A GPU that fails ends the server that has it, with one message, instead of failing every call from then on."""
+"""A failed GPU ends its server with one message, because every later call would fail."""
 
 import os
 import subprocess
@@ -91,7 +91,7 @@ def test_only_an_error_that_left_the_gpu_dead_ends_its_experts(dead: bool, monke
 
 
 def test_without_a_gpu_no_error_ends_the_experts() -> None:
-    """Whatever the words of a module's error are."""
+    """The text of a module's error is irrelevant."""
     backend = ExpertBackend("f", Raising(), args_schema=(TensorSpec((None, 2), torch.float32),))
     if not torch.cuda.is_initialized():
         with Server([backend]) as server:

@@ -1,4 +1,4 @@
-"""What a batch frees is there for the next one, in whatever thread it runs, on large pages; what users set stays."""
+"""Memory that a batch frees is reused by the next one in any thread, on large pages, unless users set otherwise."""
 
 import json
 import os
@@ -34,31 +34,31 @@ print(json.dumps(found))
 PAGES = 10 * 4 * (1 << 24) // os.sysconf("SC_PAGE_SIZE")
 
 
-def faults(**environment: str) -> list[int]:
-    """Of page, in 10 batches of 64 MB, by thread."""
+def page_faults(**environment: str) -> list[int]:
+    """Page faults of each thread in 10 batches of 64 MB."""
     seen = python(_PROGRAM, THP_MEM_ALLOC_ENABLE="0", **environment)
     assert seen.returncode == 0, seen.stderr
     done, *found = json.loads(seen.stdout)
     if not done:
-        pytest.skip("keep_freed_memory: there is no glibc to tell")
+        pytest.skip("keep_freed_memory: needs glibc")
     return found
 
 
 @pytest.mark.long
-def test_the_next_batch_pages_nothing_in() -> None:
-    assert max(faults()) < PAGES / 10, "less than one batch in ten; some until the heap has its shape"
+def test_next_batch_causes_few_page_faults() -> None:
+    assert max(page_faults()) < PAGES / 10, "fewer faults than one batch has pages"
 
 
 @pytest.mark.long
 def test_malloc_settings_of_the_environment_are_respected() -> None:
     limits = {"MALLOC_TRIM_THRESHOLD_": "100000", "MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_ARENA_MAX": "8"}
-    assert min(faults(**limits)) > PAGES / 2
+    assert min(page_faults(**limits)) > PAGES / 2
 
 
 _PAGES = """
 import os, torch
 from torchweft.experts.server import use_large_pages
-from torchweft.experts.server.command import serve  # with all that it imports, where no tensor is made
+from torchweft.experts.server.command import serve  # with all its imports, which must not create a tensor
 
 before = dict(os.environ)
 use_large_pages()
@@ -74,9 +74,7 @@ def test_large_tensors_use_large_pages(said: str | None, large: bool) -> None:
     """A setting in the environment is respected."""
     switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not switch.exists() or "[madvise]" not in switch.read_text():
-        pytest.skip(
-            "use_large_pages: the system does not give large pages to those that ask for them, and only to them"
-        )
+        pytest.skip("use_large_pages: needs transparent huge pages in mode madvise")
     seen = python(_PAGES, THP_MEM_ALLOC_ENABLE=said)
     assert seen.returncode == 0, seen.stderr
-    assert (int(seen.stdout) > 50_000) == large, "kB, of 65,536"
+    assert (int(seen.stdout) > 50_000) == large, "kB in large pages, of 65,536"

@@ -1,4 +1,4 @@
-"""Several servers with one expert: one owns it and steps, the others follow, take over, and never step."""
+"""Several servers with one expert: the owner steps it, and the others follow and can take over."""
 
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ def backward(key: str, token: int = 0, seed: int = 0) -> Call:
     return Call(header, [rows(2, seed), rows(2, seed + 1)])
 
 
-def test_a_follower_becomes_equal_to_its_owner_and_never_steps(directory: LocalDirectory) -> None:
+def test_follower_copies_its_owner_and_never_steps(directory: LocalDirectory) -> None:
     with make(directory) as owner, make(directory, expert()) as follower, Connections(directory) as connections:
         assert (role(owner), role(follower)) == ("owner", "follower")
         remote = RemoteExpert("fussy", connections)
@@ -53,7 +53,7 @@ def test_a_follower_becomes_equal_to_its_owner_and_never_steps(directory: LocalD
             for call in (backward("k"), Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])):
                 error = transport.submit(call, PATIENCE).exception(PATIENCE)
                 assert isinstance(error, NotOwnerError) and error.details["address"] == owner.address
-        wait_until(lambda: owner.statistics().replicas["fussy"].followers == {follower.address: 0})  # it asks once more
+        wait_until(lambda: owner.statistics().replicas["fussy"].followers == {follower.address: 0})  # at its next poll
         assert owner.statistics().replicas["fussy"].token > 0
         assert follower.statistics().replicas["fussy"].behind == 0
         assert f"follows {owner.address}" in shown(follower.status()) and "owner" in shown(owner.status())
@@ -64,8 +64,8 @@ def test_patterns_select_replicas(caplog: pytest.LogCaptureFixture) -> None:
     directory = LocalDirectory()
     with make(directory, expert(), expert("other"), replicas=ReplicaOptions(["oth*", "fnn.*"])) as server:
         assert list(server.statistics().replicas) == ["other"] and list(directory.get().owners) == ["other"]
-        told = [each.getMessage() for each in caplog.records if each.name == "torchweft.experts.server"]
-    assert told == ["replicas: pattern 'fnn.*' matches none of the experts here, such as 'fussy'"]
+        messages = [record.getMessage() for record in caplog.records if record.name == "torchweft.experts.server"]
+    assert messages == ["replicas: pattern 'fnn.*' matches none of the experts here, such as 'fussy'"]
     for wrong in (["ffn.*", ""], "ffn"):
         with pytest.raises(UsageError, match=r"experts is .*, wanted a list of patterns"):
             ReplicaOptions(wrong)
@@ -80,9 +80,9 @@ def test_replica_of_an_unreplicated_expert_is_refused(replicas: ReplicaOptions |
         words = rf"the server at {alone.address} lists expert 'fussy' without replicas="
         with pytest.raises(UsageError, match=words):
             make(directory).start()
-        found = directory.get()
-        assert found.addresses("fussy") == (alone.address,) and found.owner("fussy") is None
-    with make(directory) as second:  # when that one has gone
+        snapshot = directory.get()
+        assert snapshot.addresses("fussy") == (alone.address,) and snapshot.owner("fussy") is None
+    with make(directory) as second:  # after the first server has ended
         assert role(second) == "owner"
 
 
@@ -97,14 +97,14 @@ def test_follower_takes_over_and_steps_no_key_twice(directory: LocalDirectory) -
         before, token = weights(backend_of(second)), first.statistics().replicas["fussy"].token
         die(first)
         assert weights(backend_of(second)) == before
-        step(remote, 3)  # the client goes there by itself
+        step(remote, 3)  # the client finds the new owner by itself
         assert role(second) == "owner" and second.statistics().replicas["fussy"].token > token
         with LocalTransport(second.handler()) as transport:
             again = transport.submit(backward("once"), PATIENCE).result(PATIENCE).tensors()
         assert torch.equal(answer[0], again[0]) and remote.steps == 4 == backend_of(second).steps
 
 
-def test_an_owner_that_ends_hands_everything_over() -> None:
+def test_owner_hands_over_its_state_at_shutdown() -> None:
     directory, seldom = LocalDirectory(), ReplicaOptions(follow_seconds=600.0, follow_steps=10**6)
     with (
         make(directory, replicas=seldom) as first,
@@ -138,7 +138,7 @@ def test_a_rolling_restart_fails_no_call() -> None:
         before = dict(done)
         wait_until(lambda before=before: all(done[uid] > before[uid] + 5 for uid in uids))
     steps = {uid: max(backend_of(s, uid).steps for s in servers if uid in s.experts) for uid in uids}
-    assert steps == done  # nothing was lost, and nothing was stepped twice
+    assert steps == done  # no step was lost or repeated
     for server in servers:
         server.shutdown()
 
@@ -173,7 +173,7 @@ def test_owner_with_outdated_fence_becomes_follower(directory: LocalDirectory) -
         wait_until(lambda: same_steps(old, new))
         cut.cut = True
         wait_until(lambda: role(new) == "owner")
-        assert role(old) == "owner"  # it cannot know
+        assert role(old) == "owner"  # it cannot see the new owner
         error = transport.submit(backward("b", seed=3), PATIENCE).exception(PATIENCE)
         assert isinstance(error, NotOwnerError) and backend_of(old).steps == 1
         remote = RemoteExpert("fussy", connections)
@@ -193,7 +193,7 @@ def test_call_with_a_newer_token_is_refused_alone(directory: LocalDirectory) -> 
         assert backend_of(server).steps == 1 and role(server) == "owner"
 
 
-def test_an_open_mini_batch_does_not_survive_its_owner_by_half(directory: LocalDirectory) -> None:
+def test_open_mini_batch_is_never_committed_in_part(directory: LocalDirectory) -> None:
     with make(directory) as first, make(directory, expert()) as second, Connections(directory) as connections:
         remote = RemoteExpert("fussy", connections, accumulate=True, timeout=PATIENCE)
         step(remote, 0)
@@ -221,12 +221,12 @@ def test_new_owner_loads_a_newer_checkpoint(tmp_path: Path) -> None:
         assert weights(backend_of(second)) == saved
 
 
-def test_a_checkpoint_that_was_made_by_hand_is_led_from(tmp_path: Path) -> None:
-    store, made = FolderCheckpointStore(tmp_path), expert()
-    store.save("fussy", made.state_dict(), 0)
+def test_owner_starts_from_a_hand_made_checkpoint(tmp_path: Path) -> None:
+    store, initial = FolderCheckpointStore(tmp_path), expert()
+    store.save("fussy", initial.state_dict(), 0)
     with make(LocalDirectory(), expert(), checkpoints=store) as server:
         wait_until(lambda: role(server) == "owner")
-        assert weights(backend_of(server)) == weights(made)
+        assert weights(backend_of(server)) == weights(initial)
         assert server.statistics().replicas["fussy"].failure == ""
 
 
@@ -247,28 +247,28 @@ def test_state_of_another_kind_never_makes_an_owner(directory: LocalDirectory) -
         wait_until(lambda: "UsageError" in other.statistics().replicas["fussy"].failure)
         die(first)
         wait_until(lambda: first.address not in directory.get().addresses("fussy"))
-        keeper, turns = other._replication, list[int]()
-        turn = keeper._attend_all
-        keeper._attend_all = lambda: (turns.append(1), turn())  # type: ignore[method-assign]
+        replication, turns = other._replication, list[int]()
+        turn = replication._attend_all
+        replication._attend_all = lambda: (turns.append(1), turn())  # type: ignore[method-assign]
         wait_until(lambda: len(turns) > 2)
         assert role(other) == "follower" and "fussy" not in directory.get().owners
 
 
-def test_a_state_beyond_the_limit_is_refused_before_it_is_held(directory: LocalDirectory) -> None:
+def test_state_beyond_the_limit_is_refused(directory: LocalDirectory) -> None:
     small = ReplicaOptions(state_bytes=100, first_seconds=0.3)
     with make(directory), make(directory, expert(), replicas=small) as follower:
         wait_until(lambda: "state_bytes" in follower.statistics().replicas["fussy"].failure)
 
 
-def test_a_state_is_for_those_with_role_admin(directory: LocalDirectory) -> None:
+def test_a_state_requires_the_admin_role(directory: LocalDirectory) -> None:
     access = Access([Grant("peer", "*", Role.ADMIN), Grant("thief", "*", Role.TRAIN)], {"s": "peer", "t": "thief"})
     with make(directory, access=access) as owner:
         for token, fine in (("t", False), ("s", True)):
             mine = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=1.0, token=token)
             with make(directory, expert(optimizer=adam), replicas=mine) as follower:
-                found = partial(lambda follower: follower.statistics().replicas["fussy"], follower)
-                wait_until(lambda found=found: found().received > 0 or "ForbiddenError" in found().failure)
-                assert (found().received > 0) is fine and ("ForbiddenError" in found().failure) is not fine
+                replica = partial(lambda follower: follower.statistics().replicas["fussy"], follower)
+                wait_until(lambda replica=replica: replica().received > 0 or "ForbiddenError" in replica().failure)
+                assert (replica().received > 0) is fine and ("ForbiddenError" in replica().failure) is not fine
         assert owner.audit.counts()["STATE"] > 0
 
 
@@ -282,7 +282,7 @@ def test_a_server_with_replicas_keeps_its_experts_while_it_runs() -> None:
         assert role(server, "a") == role(server, "b") == "owner" and server.experts == ["a", "b"]
 
 
-def test_a_file_says_which_experts_are_replicas() -> None:
+def test_configuration_selects_replicas() -> None:
     expert_table = {"name": "ffn.0", "kind": "ffn", "arguments": {"hidden": 4}}
     table = {"experts": ["ffn.*"], "follow_seconds": 1, "token": "s"}
     config = {"address": "127.0.0.1:0", "directory": "local", "experts": [expert_table]}

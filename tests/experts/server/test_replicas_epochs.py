@@ -1,4 +1,4 @@
-"""Replicas of which the directory loses all it knew, or is replaced by another one: fencing tokens begin again."""
+"""Replicas with a directory that loses its data or is replaced, so that fencing tokens begin again."""
 
 from itertools import permutations
 from pathlib import Path
@@ -31,8 +31,8 @@ from torchweft.experts.errors import FencedError, NotOwnerError
 from torchweft.experts.replication import Leadership, Replica
 from torchweft.experts.replication.replica import StateVersion, newer
 
-MANY = 60  # more revisions than a test needs: tokens of an epoch that begins there are larger than any of another
-NOW, BEFORE = 5, 9  # lives of the directory
+MANY = 60  # more revisions than a test makes, so the tokens of an epoch from there on are the largest
+NOW, BEFORE = 5, 9  # epochs of the directory
 small = st.integers(1, 6)
 versions = st.builds(StateVersion, st.builds(token_of, st.sampled_from([NOW, BEFORE]), small), small, small)
 
@@ -42,11 +42,11 @@ def test_newest_state_does_not_depend_on_the_order(found: list[StateVersion], no
     token, newest = token_of(NOW, 6 + now), set[StateVersion]()
     for order in permutations(found):
         best = order[0]
-        for each in order[1:]:
-            best = each if newer(each, best, token) else best
+        for version in order[1:]:
+            best = version if newer(version, best, token) else best
         newest.add(best)
     assert len(newest) == 1
-    of_this_epoch = [each for each in found if epoch_of(each.token) == NOW]
+    of_this_epoch = [version for version in found if epoch_of(version.token) == NOW]
     assert newest == {max(of_this_epoch or found)}
 
 
@@ -72,24 +72,24 @@ def test_checkpoint_of_another_epoch_replaces_no_steps(
     if heard:
         before = token_of(NOW, 5)
         replica.follow(Ownership("fussy", "there:1", before))
-        taken = owning(before, *"ab").encode()
-        assert taken is not None and replica.load(*taken)
+        encoded = owning(before, *"ab").encode()
+        assert encoded is not None and replica.load(*encoded)
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, 10)), LEASED)
-    wanted = not heard or (epoch == NOW and old > 5)
-    assert replica.restore() == wanted and replica.backend.steps == (saved if wanted else 2)
+    restored = not heard or (epoch == NOW and old > 5)
+    assert replica.restore() == restored and replica.backend.steps == (saved if restored else 2)
 
 
 @pytest.mark.parametrize("number", [1, 7, 30])
 def test_granted_claim_excludes_states_of_earlier_owners(number: int) -> None:
     replica, late = owning(token_of(BEFORE, 7)), owning(token_of(BEFORE, 40), "a")
-    taken = late.encode()
-    assert taken is not None
+    encoded = late.encode()
+    assert encoded is not None
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, number)), LEASED)
     with pytest.raises(FencedError, match="another epoch"):
-        replica.load(*taken)
+        replica.load(*encoded)
     replica.follow(Ownership("fussy", "there:1", token_of(NOW, number + 1)))
     with pytest.raises(FencedError, match="another epoch"):
-        replica.load(*taken)
+        replica.load(*encoded)
     assert replica.quiet(LEASED) > 0 and replica.backend.steps == 0
 
 
@@ -102,18 +102,18 @@ def test_new_owner_does_not_wait_without_a_restart() -> None:
 
 @given(st.integers(1, 99), st.integers(1, 99))
 def test_call_of_another_epoch_is_refused_unless_it_is_past(mine: int, theirs: int) -> None:
-    standing = Leadership("fussy", lambda lease: float("inf"))
-    standing.become("owner", Ownership("fussy", "here:1", token_of(BEFORE, mine)), LEASED)
-    with pytest.raises(NotOwnerError, match="replaced"):  # it may be the epoch to come
-        standing.check(steps=True, carried=token_of(NOW, theirs))
-    standing.become("owner", Ownership("fussy", "here:1", token_of(NOW, theirs)), LEASED)
-    standing.check(steps=True, carried=token_of(BEFORE, mine))
-    standing.check(steps=True, carried=token_of(NOW, theirs))
+    leadership = Leadership("fussy", lambda lease: float("inf"))
+    leadership.become("owner", Ownership("fussy", "here:1", token_of(BEFORE, mine)), LEASED)
+    with pytest.raises(NotOwnerError, match="replaced"):  # it can be a later epoch
+        leadership.check(steps=True, carried=token_of(NOW, theirs))
+    leadership.become("owner", Ownership("fussy", "here:1", token_of(NOW, theirs)), LEASED)
+    leadership.check(steps=True, carried=token_of(BEFORE, mine))
+    leadership.check(steps=True, carried=token_of(NOW, theirs))
     with pytest.raises(NotOwnerError, match="replaced"):
-        standing.check(steps=True, carried=token_of(7, mine))
-    standing.become("owner", Ownership("fussy", "here:1", token_of(7, mine)), LEASED)
-    for over in (token_of(BEFORE, mine), token_of(NOW, theirs)):
-        standing.check(steps=True, carried=over)
+        leadership.check(steps=True, carried=token_of(7, mine))
+    leadership.become("owner", Ownership("fussy", "here:1", token_of(7, mine)), LEASED)
+    for token in (token_of(BEFORE, mine), token_of(NOW, theirs)):
+        leadership.check(steps=True, carried=token)
 
 
 @pytest.mark.long
@@ -125,15 +125,15 @@ def test_training_continues_after_the_directory_lost_its_data(first: int, second
         for seed in range(3):
             step(remote, seed)
         before = directory.get().owners["fussy"].token
-        directory.begin_anew(second)
-        step(remote, 3)  # it may still have been made with the old token
+        directory.lose_data(second)
+        step(remote, 3)  # this step can still carry the old token
         wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"])
         step(remote, 4)
         wait_until(lambda: same_steps(one, other))
         assert remote.steps == 5 and weights(backend_of(one)) == weights(backend_of(other))
         owner = directory.get().owners["fussy"]
         assert epoch_of(owner.token) != epoch_of(before)
-        wait_until(lambda: {each.statistics().replicas["fussy"].failure for each in (one, other)} == {""})
+        wait_until(lambda: {server.statistics().replicas["fussy"].failure for server in (one, other)} == {""})
 
 
 def test_two_owners_never_step_after_a_directory_restart() -> None:
@@ -142,11 +142,11 @@ def test_two_owners_never_step_after_a_directory_restart() -> None:
     with make(here) as old, make(there, expert()) as new:
         wait_until(lambda: same_steps(old, new) and role(new) == "follower")
         here.cut = True
-        there.begin_anew()
+        there.lose_data()
 
         def new_server_leads() -> bool:
             leads = role(new) == "owner"
-            seen.append(leads and old.statistics().replicas["fussy"].lasts)  # looked at later: so it lasted before too
+            seen.append(leads and old.statistics().replicas["fussy"].lasts)  # read last, so it lasted then too
             return leads
 
         wait_until(new_server_leads)
@@ -162,7 +162,7 @@ def test_old_checkpoint_does_not_undo_steps_of_a_new_epoch(revisions: int, dies:
     stores = [FolderCheckpointStore(tmp_path / name) for name in "ab"]
 
     def pair(directory: LocalDirectory, steps: int) -> list[int]:
-        """Two servers one after the other own the expert; the steps that each is at then."""
+        """Steps of both servers when they own the expert in turn, and of the client at the end."""
         first, second = (make(directory, expert(), checkpoints=store) for store in stores)
         first.start()
         with second, Connections(directory) as connections:
@@ -178,36 +178,36 @@ def test_old_checkpoint_does_not_undo_steps_of_a_new_epoch(revisions: int, dies:
             else:
                 first.shutdown()
             wait_until(lambda: role(second) == "owner")
-            found = [done, backend_of(second).steps]
+            steps_of_both = [done, backend_of(second).steps]
             step(remote)
-            return [*found, remote.steps]
+            return [*steps_of_both, remote.steps]
 
-    assert pair(after(MANY // 2), 1) == [1, 1, 2]  # of which the second server has a checkpoint, with a later token
+    assert pair(after(MANY // 2), 1) == [1, 1, 2]  # the second server's checkpoint has a later token
     ours = pair(LocalDirectory(), 4)
     assert ours == [ours[0], ours[0], ours[0] + 1] and ours[0] >= 4
 
 
 def test_new_owner_waits_a_lease_after_a_directory_restart() -> None:
-    """The statistics say so while it waits."""
+    """While it waits, the statistics give the reason."""
     directory = Cut(LocalDirectory())
     with make(directory) as server:
-        directory.begin_anew()
+        directory.lose_data()
         wait_until(lambda: role(server) == "taking over")
         wait_until(lambda: "begun again" in server.statistics().replicas["fussy"].failure or role(server) == "owner")
         wait_until(lambda: role(server) == "owner")
         assert server.statistics().replicas["fussy"].failure == ""
 
 
-def test_a_link_that_is_closed_on_purpose_has_not_failed(directory: LocalDirectory) -> None:
+def test_closed_state_stream_is_not_a_failure(directory: LocalDirectory) -> None:
     with make(directory) as owner, make(directory, expert()) as follower:
         wait_until(lambda: follower.statistics().replicas["fussy"].behind == 0)
-        keeper = follower._replication
-        assert keeper is not None
-        keeper._streams[owner.address].close()
+        replication = follower._replication
+        assert replication is not None
+        replication._streams[owner.address].close()
         assert follower.statistics().replicas["fussy"].failure == ""
 
 
-def test_failed_following_is_no_failure_of_a_later_owner() -> None:
+def test_late_stream_failure_is_ignored_by_an_owner() -> None:
     replica = owning(token_of(NOW, 3))
     replica.failed(OSError("gone"))
     assert replica.failure is None

@@ -1,4 +1,4 @@
-"""Replicas with a real etcd: SIGKILL, SIGTERM and SIGSTOP of the owner, in processes of their own; an emptied etcd."""
+"""Replicas in separate processes with a real etcd: owners that are killed or stopped, and an etcd that loses data."""
 
 import json
 import os
@@ -44,14 +44,14 @@ optimizer = "Adam"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[tuple[str, EtcdDirectory]]:
-    with cluster(tmp_path / "etcd") as members, EtcdDirectory(members[0].endpoint) as made:
-        yield members[0].endpoint, made
+    with cluster(tmp_path / "etcd") as members, EtcdDirectory(members[0].endpoint) as client:
+        yield members[0].endpoint, client
 
 
 def serving(
     folder: Path, etcd: str, ports: list[int], stack: ExitStack, lease: float = 1.0
 ) -> "dict[str, subprocess.Popen[str]]":
-    """Servers by their addresses. They start at the same time: most of it is importing torch."""
+    """Start servers, keyed by address. They start in parallel, because importing torch takes most of the time."""
     served: dict[str, subprocess.Popen[str]] = {}
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     for port in ports:
@@ -69,27 +69,27 @@ def serving(
 
 @pytest.mark.long
 def test_training_continues_after_owners_are_killed(tmp_path: Path, directory: tuple[str, EtcdDirectory]) -> None:
-    etcd, there = directory
+    etcd, client = directory
     with ExitStack() as stack:
         served = serving(tmp_path, etcd, free_ports(2), stack)
-        connections = stack.enter_context(Connections(there))
+        connections = stack.enter_context(Connections(client))
         remote = RemoteExpert("ffn.0", connections, timeout=20.0)
         x = torch.randn(2, 8)
 
         def owner() -> str:
-            found = there.get().owner("ffn.0")
-            return "" if found is None else found.address
+            ownership = client.get().owner("ffn.0")
+            return "" if ownership is None else ownership.address
 
         for _ in range(3):
             remote(x).sum().backward()
-        first, token = owner(), there.get().owners["ffn.0"].token
+        first, token = owner(), client.get().owners["ffn.0"].token
         (follower,) = set(served) - {first}
         wait_until(lambda: json.loads(status(follower, as_json=True))["experts"]["ffn.0"]["steps"] == 3)
         served[first].send_signal(signal.SIGKILL)
         remote(x).sum().backward()
         second = owner()
         assert second not in ("", first) and remote.steps == 4
-        assert there.get().owners["ffn.0"].token > token
+        assert client.get().owners["ffn.0"].token > token
 
         served[first].wait(10)
         served |= serving(tmp_path, etcd, [int(first.rpartition(":")[2])], stack)
@@ -103,30 +103,30 @@ def test_training_continues_after_owners_are_killed(tmp_path: Path, directory: t
 
 @pytest.mark.long
 def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, EtcdDirectory]) -> None:
-    """A backward that waits for an owner under SIGSTOP is answered by the next one while the first is still stopped.
+    """The next owner answers a backward that waits for an owner under SIGSTOP.
 
-    Every acknowledged backward is one step, in the weights too: they are those of a reference that saw each once.
+    Every acknowledged backward is one step: the weights equal those of a reference that applied each once.
     """
-    etcd, there = directory
+    etcd, client = directory
     reference = make_expert("ffn", hidden=8).backend("ffn.0", torch.optim.Adam)
     store = FolderCheckpointStore(tmp_path / "kept")
     store.save("ffn.0", reference.state_dict(), 0, {"records": reference.idempotency.state_dict(), "token": 0})
     inputs = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(0))
     with ExitStack() as stack:
         served = serving(tmp_path, etcd, free_ports(2), stack)
-        connections = stack.enter_context(Connections(there))
+        connections = stack.enter_context(Connections(client))
         remote = RemoteExpert("ffn.0", connections)
         for x in inputs[:3]:
             remote(x).sum().backward()
-        first = there.get().owners["ffn.0"].address
+        first = client.get().owners["ffn.0"].address
         (second,) = set(served) - {first}
         wait_until(lambda: json.loads(status(second, as_json=True))["experts"]["ffn.0"]["steps"] == 3)
         y, start = remote(inputs[3]), time.monotonic()
         served[first].send_signal(signal.SIGSTOP)
         stack.callback(served[first].send_signal, signal.SIGCONT)
         y.sum().backward()
-        assert time.monotonic() - start < 9.0  # by itself, gRPC gives up a silent connection after 10 to 20 s
-        assert there.get().owners["ffn.0"].address == second and remote.steps == 4
+        assert time.monotonic() - start < 9.0  # gRPC itself closes a silent connection after 10 to 20 s
+        assert client.get().owners["ffn.0"].address == second and remote.steps == 4
         remote(inputs[4]).sum().backward()
         served[first].send_signal(signal.SIGCONT)
         for x in inputs[5:]:
@@ -149,15 +149,15 @@ def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, Etc
 @pytest.mark.long
 def test_training_continues_after_etcd_lost_its_data(tmp_path: Path) -> None:
     with cluster(tmp_path) as (member,), ExitStack() as stack:
-        made = [stack.enter_context(EtcdDirectory(member.endpoint)) for _ in range(3)]
-        for _ in range(50):  # so that tokens were larger before
-            made[0].withdraw(made[0].declare("else", "elsewhere:1", 60.0))
-        one, other = (stack.enter_context(make(directory, expert())) for directory in made[:2])
-        connections = stack.enter_context(Connections(made[2]))
+        clients = [stack.enter_context(EtcdDirectory(member.endpoint)) for _ in range(3)]
+        for _ in range(50):  # so that the first tokens are larger than the new ones
+            clients[0].withdraw(clients[0].declare("else", "elsewhere:1", 60.0))
+        one, other = (stack.enter_context(make(directory, expert())) for directory in clients[:2])
+        connections = stack.enter_context(Connections(clients[2]))
         remote = RemoteExpert("fussy", connections, timeout=20.0)
         for seed in range(3):
             step(remote, seed)
-        before = made[2].get().owners["fussy"]
+        before = clients[2].get().owners["fussy"]
         member.kill()
         shutil.rmtree(tmp_path / "m0")
         member.start()

@@ -1,4 +1,4 @@
-"""Servers that follow each other over mutual TLS: who shows no certificate, or a wrong one, gets no state."""
+"""Replication over mutual TLS: a server without a valid certificate and role gets no state."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ ACCESS = Access([Grant("server", "*", Role.ADMIN), Grant("trainer", "*", Role.TR
 
 
 def secured(directory: LocalDirectory, authority: Authority, own: ClientTls | None) -> Server:
-    """A server that asks for certificates, and shows ``own`` to those that it follows."""
+    """Server that requires client certificates, and presents ``own`` to the servers that it follows."""
     replicas = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=0.5, tls=own)
     tls = ServerTls(*authority.issue("server"), authority.pem)
     return make(directory, expert(), replicas=replicas, tls=tls, access=ACCESS, address="localhost:0")
@@ -77,7 +77,7 @@ def test_server_with_wrong_credentials_gets_no_state(
     }[who]
     with secured(directory, authority, tls) as second:
         wait_until(lambda: second.statistics().replicas["fussy"].failure)
-        told = second.statistics().replicas["fussy"]
-        assert re.match(words, told.failure)
-        assert (told.role, told.steps, told.received) == ("follower", 0, 0)
+        replica = second.statistics().replicas["fussy"]
+        assert re.match(words, replica.failure)
+        assert (replica.role, replica.steps, replica.received) == ("follower", 0, 0)
         assert role(first) == "owner" and not first.statistics().replicas["fussy"].followers

@@ -1,4 +1,4 @@
-"""The small parts of replicas: versions and what is said of them, standings, states that come in."""
+"""Units of replication: versions of a state, their messages, leadership, and received states."""
 
 import threading
 import time
@@ -25,41 +25,41 @@ THEIRS = Ownership("fussy", "there:1", 12)
 def test_state_messages_survive_the_wire(
     mark: StateVersion, one: int, two: int, three: int, news: UpdateKind, digest: bytes
 ) -> None:
-    ask, told = PullRequest(mark, one, two, three), PullResponse(news, mark, one, digest)
-    assert read_request(ask.to_bytes()) == ask and read_response(told.to_bytes()) == told
+    request, response = PullRequest(mark, one, two, three), PullResponse(news, mark, one, digest)
+    assert read_request(request.to_bytes()) == request and read_response(response.to_bytes()) == response
 
 
 @given(st.binary(max_size=100))
-def test_other_bytes_are_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_malformed(data: bytes) -> None:
     for read in (read_request, read_response):
         try:
-            found = read(data)
+            message = read(data)
         except MalformedError:
             continue
-        assert found.to_bytes() == data
+        assert message.to_bytes() == data
 
 
 def test_a_leadership_follows_the_directory_and_its_lease() -> None:
     end = [float("inf")]
-    standing = Leadership("fussy", lambda lease: end[0])
+    leadership = Leadership("fussy", lambda lease: end[0])
     with pytest.raises(NotOwnerError, match="not known"):
-        standing.check(steps=False)
-    standing.become("taking over", MINE, LEASED)
+        leadership.check(steps=False)
+    leadership.become("taking over", MINE, LEASED)
     with pytest.raises(NotOwnerError, match="taking over"):
-        standing.check(steps=False)
-    standing.become("owner", MINE, LEASED)
-    standing.check(steps=True)
-    standing.check(steps=True, carried=7)
+        leadership.check(steps=False)
+    leadership.become("owner", MINE, LEASED)
+    leadership.check(steps=True)
+    leadership.check(steps=True, carried=7)
     with pytest.raises(NotOwnerError, match="token 8"):
-        standing.check(steps=True, carried=8)
+        leadership.check(steps=True, carried=8)
     end[0] = time.monotonic()
-    standing.check(steps=False)
+    leadership.check(steps=False)
     with pytest.raises(NotOwnerError, match="lapsed"):
-        standing.check(steps=True)
-    standing.become("follower", THEIRS)
+        leadership.check(steps=True)
+    leadership.become("follower", THEIRS)
     with pytest.raises(NotOwnerError) as caught:
-        standing.check(steps=True)
-    assert caught.value.details == {"address": "there:1"} and standing.token == 0
+        leadership.check(steps=True)
+    assert caught.value.details == {"address": "there:1"} and leadership.token == 0
 
 
 def follower() -> Replica:
@@ -70,9 +70,9 @@ def follower() -> Replica:
 
 def test_follower_loads_state_keys_and_version_together() -> None:
     one, other = owning(7, "k"), follower()
-    assert not other.may_lead  # it knows of an owner, and has nothing of it
-    taken = one.encode()
-    assert taken is not None and other.load(*taken) and other.may_lead
+    assert not other.may_lead  # it knows an owner, but has none of its state
+    encoded = one.encode()
+    assert encoded is not None and other.load(*encoded) and other.may_lead
     assert weights(one.backend) == weights(other.backend) and other.version == one.version == StateVersion(7, 1, 1)
     assert other.backend.idempotency.step_of("backward", "c", "k") == 1
 
@@ -94,17 +94,17 @@ def test_replaced_owner_never_steps_even_for_accepted_tasks(mini_batch: str | No
 
 
 def test_state_of_a_replaced_owner_is_rejected() -> None:
-    taken, other = owning(7, "k").encode(), follower()
-    assert taken is not None
+    encoded, other = owning(7, "k").encode(), follower()
+    assert encoded is not None
     before = weights(other.backend)
     with pytest.raises(DamagedError):
         other.load(StateVersion(7, 1, 1), b"nonsense")
     for replaced in (lambda: other.follow(THEIRS), lambda: other.claimed(THEIRS, LEASED)):
         replaced()
         with pytest.raises(FencedError, match="token 7"):
-            other.load(*taken)
+            other.load(*encoded)
         assert weights(other.backend) == before and not other.state.is_broken
-    assert other.load(*taken, taking_over=True)
+    assert other.load(*encoded, taking_over=True)
 
 
 def test_state_keeps_its_token_until_it_is_led() -> None:
@@ -118,11 +118,11 @@ def test_state_keeps_its_token_until_it_is_led() -> None:
     assert StateVersion(7, 20) < StateVersion(7, 21) < StateVersion(12, 15)
 
 
-def test_a_state_waits_for_no_batch_that_hangs() -> None:
+def test_encoding_does_not_wait_for_a_hung_batch() -> None:
     replica = owning(7)
     with replica.backend.executor.lock:
-        found: list[object] = [1]
-        thread = threading.Thread(target=lambda: found.append(replica.encode(0.05)))
+        results: list[object] = [1]
+        thread = threading.Thread(target=lambda: results.append(replica.encode(0.05)))
         thread.start()
         thread.join(5.0)
-    assert found == [1, None]
+    assert results == [1, None]

@@ -1,4 +1,4 @@
-"""What a server goes on from: only what is its own, and whatever is not as asked for is told."""
+"""Experts restored from checkpoints: foreign checkpoints are refused, and differences are reported."""
 
 import logging
 import shutil
@@ -44,18 +44,18 @@ def take_step(backend: ExpertBackend) -> None:
 def save_steps(folder: Path, *steps: int, optimizer: Any = Adam, **more: Any) -> FolderCheckpointStore:
     store, backend = FolderCheckpointStore(folder, keep=9), expert(optimizer, **more)
     with Server([backend], checkpoints=store) as server:
-        for wanted in steps or (1,):
-            while backend.steps < wanted:
+        for target in steps or (1,):
+            while backend.steps < target:
                 take_step(backend)
             server.checkpoint()
     return store
 
 
 def rewrite_newest(store: FolderCheckpointStore, change: Callable[[dict[str, Any]], object]) -> None:
-    found = store.load_newest("f")
-    assert found is not None
-    change(found.state)
-    store.save("f", found.state, found.step, found.extra)
+    checkpoint = store.load_newest("f")
+    assert checkpoint is not None
+    change(checkpoint.state)
+    store.save("f", checkpoint.state, checkpoint.step, checkpoint.extra)
 
 
 SCHEDULES = [partial(ExponentialLR, gamma=0.9), partial(StepLR, step_size=2), partial(CosineAnnealingLR, T_max=5)]
@@ -65,7 +65,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer": before}, {"optimizer": after}, "state is of optimizer")
     for before, after in [(partial(SGD, lr=0.1, momentum=0.9), Adam), (Adam, RMSprop), (Adam, AdamW), (RMSprop, SGD)]
 ]
-OTHERS += [  # PyTorch would mix both: the numbers of one, and those of the other that it has no names for
+OTHERS += [  # PyTorch would mix the saved values with those of the new schedule that have other names
     (
         {"schedule": one},
         {"schedule": other},
@@ -113,7 +113,7 @@ def test_unloadable_checkpoints_are_listed_by_expert(wrong: Any, tmp_path: Path)
     assert store.steps("f") == [3]
 
 
-def test_a_checkpoint_that_was_made_by_hand_needs_no_keys(tmp_path: Path) -> None:
+def test_hand_made_checkpoint_needs_no_idempotency_keys(tmp_path: Path) -> None:
     FolderCheckpointStore(tmp_path).save("f", expert().state_dict(), 0)
     backend = expert()
     with Server([backend], checkpoints=FolderCheckpointStore(tmp_path)) as server:
@@ -134,7 +134,7 @@ def test_skipped_checkpoints_are_reported(tmp_path: Path, caplog: pytest.LogCapt
         assert server.status()["failures"] == status["failures"]
     store = save_steps(tmp_path, 6)
     caplog.clear()
-    with Server([expert()], checkpoints=store) as server:  # a newer one is whole
+    with Server([expert()], checkpoints=store) as server:  # a newer checkpoint is intact
         assert server.status()["failures"] == {} and caplog.text == ""
 
 
@@ -181,12 +181,12 @@ def test_changed_hyperparameters_are_reported(before: Any, after: Any, told: lis
     other = expert(partial(AdamW, weight_decay=0.3), schedule=after)
     with Server([other], checkpoints=store) as server:
         text = "\n".join(server.statistics().keeping["f"].notes)
-        assert all(each in text for each in ["weight_decay is 0.1", *told]), text
+        assert all(words in text for words in ["weight_decay is 0.1", *told]), text
 
 
 @pytest.mark.parametrize("removed", [".", "saved", "saved/f"])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_folder_that_was_removed_is_made_again(removed: str, steps: int, tmp_path: Path) -> None:
+def test_removed_folder_is_created_again(removed: str, steps: int, tmp_path: Path) -> None:
     root = tmp_path / "here"
     store, backend, idle = FolderCheckpointStore(root / "saved"), expert(), expert(name="idle")
     with Server([backend, idle], checkpoints=store) as server:
@@ -210,11 +210,11 @@ def test_recreated_folder_survives_a_crash() -> None:
             folders.discard(path)
     store.save("f", {"a": 2}, 2)
     for seed in range(9):
-        found = FolderCheckpointStore(root, disk=disk.after_crash(Random(seed))).load_newest("f")
-        assert found is not None and found.step == 2
+        newest = FolderCheckpointStore(root, disk=disk.after_crash(Random(seed))).load_newest("f")
+        assert newest is not None and newest.step == 2
 
 
-def test_a_disk_that_does_not_answer_is_not_asked_to_save_again(tmp_path: Path) -> None:
+def test_unreadable_folder_counts_as_saved(tmp_path: Path) -> None:
     store = save_steps(tmp_path, 1)
     assert store.has("f", 1) and not store.has("f", 2) and not store.has("g", 1)
     shutil.rmtree(tmp_path / "f")
@@ -228,7 +228,7 @@ def test_second_server_on_a_locked_folder_is_refused(tmp_path: Path) -> None:
         second = Server([expert(name="other"), expert()], checkpoints=FolderCheckpointStore(tmp_path))
         with pytest.raises(CheckpointError, match=r"expert 'f' in .* belong to another server, process \d+ on "):
             second.start()
-        with Server([expert(name="other")], checkpoints=FolderCheckpointStore(tmp_path)) as third:  # it was let go
+        with Server([expert(name="other")], checkpoints=FolderCheckpointStore(tmp_path)) as third:  # unlocked
             third.remove("other")
             third.add(expert(name="other"))
         first.remove("f")
@@ -238,16 +238,16 @@ def test_second_server_on_a_locked_folder_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_periodic_save_rests_for_as_long_as_it_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, rests = [0.0], list[float]()
+def test_periodic_save_pauses_as_long_as_it_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pauses = [0.0], list[float]()
 
     class Slow(FolderCheckpointStore):
         def write(self, encoded: EncodedCheckpoint) -> Path:
             now[0] += 0.125
             return super().write(encoded)
 
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=pauses.append)
     monkeypatch.setattr("torchweft.experts.server.server.time", clock)
     server = Server([expert(name=name) for name in ("a", "b")], checkpoints=Slow(tmp_path))
-    assert server._save_all(pause=True) == 2 and rests == [0.125, 0.125]
-    assert server._save_all(pause=True) == 0 and rests[2:] == [0.0, 0.0]  # nothing has stepped: nothing is written
+    assert server._save_all(pause=True) == 2 and pauses == [0.125, 0.125]
+    assert server._save_all(pause=True) == 0 and pauses[2:] == [0.0, 0.0]  # without a step, nothing is written

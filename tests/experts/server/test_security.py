@@ -1,4 +1,4 @@
-"""Certificates, tokens and roles over gRPC: who has the wrong one is refused before a tensor is parsed."""
+"""Certificates, tokens and roles over gRPC: a client without a valid one is refused before a tensor is parsed."""
 
 import re
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ def test_wrong_certificate_fails_before_the_deadline(
         error = transport.submit(PING, 5.0).exception(5.0)
         assert isinstance(error, UnreachableError) and re.search(words, str(error))
     if tls is not None:
-        with RemoteExpert("fussy", secured.address, tls=tls, timeout=600.0) as remote:  # with its usual Retry
+        with RemoteExpert("fussy", secured.address, tls=tls, timeout=600.0) as remote:  # with the default Retry
             for ask in (remote.describe, lambda: remote._stub.caller.call(PING, 600.0)):
                 with pytest.raises(CertificateError):
                     ask()
@@ -95,8 +95,8 @@ def test_wrong_certificate_fails_before_the_deadline(
 
 
 @pytest.mark.parametrize("rsa_key", [False, True])
-def test_an_authority_made_again_is_rejected_at_once(rsa_key: bool) -> None:
-    """An authority with its old name and another key is a `CertificateError`, whichever end has the new one."""
+def test_authority_with_a_new_key_is_rejected_at_once(rsa_key: bool) -> None:
+    """An authority with the same name and a new key raises `CertificateError`, whichever end has the new key."""
     old, new = Authority(rsa_key=rsa_key), Authority(rsa_key=rsa_key)
     server_tls = ServerTls(*old.issue("server"), old.pem)
     with Server([fussy_backend()], address="localhost:0", tls=server_tls) as server:
@@ -108,7 +108,7 @@ def test_an_authority_made_again_is_rejected_at_once(rsa_key: bool) -> None:
 
 
 @pytest.mark.parametrize(("days", "why"), [((-3, -1), "has expired"), ((1, 3), "is not yet valid")])
-def test_an_own_certificate_with_wrong_dates_is_misuse(authority: Authority, days: tuple[int, int], why: str) -> None:
+def test_certificate_with_wrong_dates_is_misuse(authority: Authority, days: tuple[int, int], why: str) -> None:
     with pytest.raises(UsageError, match=f"the other end will reject the certificate: .*{why}"):
         RemoteExpert("fussy", "localhost:1", tls=authority.client("trainer", days=days)).close()
 
@@ -152,18 +152,18 @@ def test_wrong_token_is_refused_before_a_frame_is_read(by_token: Server, token: 
 
 
 def test_a_forbidden_call_is_refused_before_tensors_are_made(by_token: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    parsed: list[str] = []
     original = frame_module.Received.tensors
 
     def tensors(self: Received, **options: bool) -> list[torch.Tensor]:
-        made.append(self.header.kind.name)
+        parsed.append(self.header.kind.name)
         return original(self, **options)
 
     monkeypatch.setattr(frame_module.Received, "tensors", tensors)
     call = Call(Header(kind=Kind.BACKWARD, call_id=0, uid="fussy"), [rows(1, 0), rows(1, 0)])
     with GrpcTransport(by_token.address, token="r-token") as transport:
         assert isinstance(transport.submit(call, 5.0).exception(5.0), ForbiddenError)
-        assert made == []
+        assert parsed == []
 
 
 def test_missing_expert_looks_like_a_forbidden_one() -> None:
@@ -174,7 +174,7 @@ def test_missing_expert_looks_like_a_forbidden_one() -> None:
             assert isinstance(transport.submit(call, 5.0).exception(5.0), ForbiddenError)
 
 
-def test_the_status_is_for_admins(by_token: Server) -> None:
+def test_the_status_requires_the_admin_role(by_token: Server) -> None:
     for token, allowed in (("b-token", True), ("t-token", False), (None, False)):
         with GrpcTransport(by_token.address, token=token) as transport:
             if allowed:
@@ -185,7 +185,7 @@ def test_the_status_is_for_admins(by_token: Server) -> None:
 
 
 def test_proven_client_cannot_use_a_foreign_key(by_token: Server) -> None:
-    """Two clients with one key are two backwards; what a call says of its client counts only within its own name."""
+    """Equal keys of two clients are two backwards, because the client named in a header extends the proven name."""
     steps = by_token.statistics().experts["fussy"].steps
     for token in ("t-token", "b-token", "t-token"):
         header = Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", key="k", client="trainer")
@@ -210,10 +210,10 @@ def test_processes_with_one_certificate_keep_mini_batches_apart(by_token: Server
 @pytest.mark.parametrize("make", [ServerTls, partial(ClientTls, b"-----BEGIN")])
 def test_invalid_pem_is_misuse_and_is_not_printed(key: Any, make: Any, authority: Authority) -> None:
     pem, certificate = authority.issue("x")
-    wanted = {"nul\0": "cannot be read"}.get(str(key), "is of type")
+    words = {"nul\0": "cannot be read"}.get(str(key), "is of type")
     if key is None and make is not ServerTls:
-        wanted = "both key= and certificate="
-    with without_type_checks(), pytest.raises(UsageError, match=wanted) as caught:
+        words = "both key= and certificate="
+    with without_type_checks(), pytest.raises(UsageError, match=words) as caught:
         tls = make(key=pem.decode() if key == "as text" else key, certificate=certificate)
         if isinstance(tls, ServerTls):
             Server(address="127.0.0.1:0", tls=tls).start()

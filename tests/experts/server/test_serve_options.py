@@ -1,4 +1,4 @@
-"""``torchweft serve``: its log, its checks without serving, the effective configuration, and its words to systemd."""
+"""``torchweft serve``: its log, --check, --print-config and systemd notifications, and the status commands."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|E
 
 
 class Watched:
-    """What a server has printed, read from another thread while it runs in this one."""
+    """Output of a server that runs in this thread, read from another thread."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys, self._texts = capsys, list[str]()
@@ -116,7 +116,7 @@ def notified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket
         yield receiver
 
 
-def test_systemd_is_told_of_start_and_end(notified: socket.socket, watched: Watched) -> None:
+def test_systemd_is_notified_of_start_and_end(notified: socket.socket, watched: Watched) -> None:
     watched.serve({})
     states = [notified.recv(1000).decode() for _ in range(3)]
     assert states[0].startswith("STATUS=")
@@ -130,7 +130,7 @@ def test_lost_systemd_does_not_end_the_server(watched: Watched, monkeypatch: pyt
 
 
 def run_serve(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code, and both outputs."""
+    """Exit code, and the text of both outputs."""
     code: Any = 0
     try:
         code = main(["serve", *words])
@@ -140,7 +140,7 @@ def run_serve(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int
     return code, seen.out + seen.err
 
 
-def test_check_accepts_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_accepts_and_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(
         f"""address = "{LOCAL}"
@@ -167,7 +167,7 @@ def test_check_reports_all_faults_at_once(
         (tmp_path / name).write_bytes(pem)
     (tmp_path / "file").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as also_taken:
-        address, panel = (f"127.0.0.1:{each.getsockname()[1]}" for each in (taken, also_taken))
+        address, panel = (f"127.0.0.1:{listener.getsockname()[1]}" for listener in (taken, also_taken))
         file = tmp_path / "serve.toml"
         file.write_text(
             f"""address = "{address}"
@@ -200,7 +200,7 @@ def test_check_reports_all_faults_at_once(
 
 
 def test_check_reports_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)  # the user of the tests can be root, who can write everywhere
+    monkeypatch.setattr(os, "access", lambda *_: False)  # tests can run as root, which can write everywhere
     config = ServeConfig.parse({"address": LOCAL, "checkpoints": str(tmp_path / "a"), "experts": [EXPERT]})
     with pytest.raises(UsageError, match="this user cannot write to"):
         config.check()
@@ -352,10 +352,10 @@ def test_health_is_that_of_the_server(capsys: pytest.CaptureFixture[str]) -> Non
     assert stop.value.code == 1 and "UNAVAILABLE" in capsys.readouterr().err
 
 
-def test_health_shows_its_certificate_under_another_name(
+def test_health_uses_certificate_and_server_name(
     tmp_path: Path, authority: Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A probe calls a pod by its number, and checks the name in the certificate all the same."""
+    """A probe connects to the IP address of a pod, and still verifies the name in the certificate."""
     words: list[str] = []
     for name, pem in zip(("key", "certificate"), authority.issue("me"), strict=True):
         (tmp_path / name).write_bytes(pem)
@@ -375,7 +375,7 @@ def test_health_shows_its_certificate_under_another_name(
 
 
 def test_health_imports_no_torch() -> None:
-    """Probes run it every few seconds."""
+    """Probes run it every few seconds, so it has to start fast."""
     program = """
 import sys
 from torchweft.cli import main

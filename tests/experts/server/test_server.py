@@ -1,4 +1,4 @@
-"""Server: starts, restores, saves, is listed, and ends with all that it started."""
+"""Start, restore, save, listing in a directory, and shutdown of a server."""
 
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_server_restores_its_checkpoint(store: FolderCheckpointStore) -> None:
     with Server([first], checkpoints=store) as server:
         train_steps(server, 3)
         assert server.statistics().keeping["fussy"].durable == 0
-    assert store.steps("fussy")[0] == 3  # it is saved at the end
+    assert store.steps("fussy")[0] == 3  # saved at shutdown
     second = fussy_backend()
     with Server([second], checkpoints=store) as server:
         assert server.statistics().keeping["fussy"].restored == 3
@@ -49,7 +49,7 @@ def test_server_restores_its_checkpoint(store: FolderCheckpointStore) -> None:
 
 
 class InMemory:
-    """The least that a storage of checkpoints needs; also its own lock."""
+    """Minimal storage of checkpoints, which is also its own lock."""
 
     def __init__(self) -> None:
         self.newest: dict[str, EncodedCheckpoint] = {}
@@ -68,8 +68,8 @@ class InMemory:
         self.newest[encoded.uid] = encoded
 
     def load_newest(self, uid: str) -> Checkpoint | None:
-        found = self.newest.get(uid)
-        return None if found is None else Checkpoint(uid, found.step, *deserialize(found.data), "memory")
+        encoded = self.newest.get(uid)
+        return None if encoded is None else Checkpoint(uid, encoded.step, *deserialize(encoded.data), "memory")
 
     def has(self, uid: str, step: int) -> bool:
         return uid in self.newest and self.newest[uid].step == step
@@ -84,7 +84,7 @@ def test_storage_other_than_a_folder_restores_an_expert(store: FolderCheckpointS
     assert second.steps == 4 == storage.newest["fussy"].step
 
 
-def test_even_the_first_weights_survive(tmp_path: Path) -> None:
+def test_initial_weights_survive_a_restart(tmp_path: Path) -> None:
     first, second = expert_named("layer"), expert_named("layer")
     assert weights(first) != weights(second)
     for backend in (first, second):
@@ -97,7 +97,7 @@ def test_server_saves_stepped_experts_periodically(store: FolderCheckpointStore,
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         train_steps(server, 2)
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
-        saved = sorted(tmp_path.rglob("*.safetensors"))  # names have the number of what was saved
+        saved = sorted(tmp_path.rglob("*.safetensors"))  # names contain a number that each save increases
         server._background.periodic["checkpoints"].run_turn()
         assert sorted(tmp_path.rglob("*.safetensors")) == saved
         assert server.checkpoint() == 0
@@ -133,7 +133,7 @@ def test_server_is_listed_until_it_drains() -> None:
 
 def test_expert_of_another_server_is_refused() -> None:
     directory, options = LocalDirectory(), ServerOptions(lease_seconds=0.2)
-    directory.declare("fussy", "dead:1", 0.2)  # the end of its lease is waited for
+    directory.declare("fussy", "dead:1", 0.2)  # the server waits until this lease ends
     with Server([fussy_backend()], directory=directory, options=options) as first:
         assert directory.get().addresses("fussy") == (first.address,)
         refused = Server([fussy_backend()], directory=directory, options=options)
@@ -247,7 +247,7 @@ def test_local_calls_are_refused_while_draining() -> None:
 
 
 def test_commit_of_an_earlier_incarnation_is_refused() -> None:
-    """Unless it was applied before."""
+    """A commit that was already applied is acknowledged."""
 
     def commit(transport: LocalTransport, name: str, incarnation: int) -> BaseException | None:
         data = StepReceipt(None, incarnation).to_bytes()
@@ -261,5 +261,5 @@ def test_commit_of_an_earlier_incarnation_is_refused() -> None:
             transport.submit(Call(header, [rows(1, 0), rows(1, 0)]), PATIENCE).result(PATIENCE)
         assert isinstance(commit(transport, "m", mine + 1), CommitError)
         assert commit(transport, "n", mine) is None
-        assert commit(transport, "n", mine + 1) is None  # applied, and recorded: a repetition may come from before
+        assert commit(transport, "n", mine + 1) is None  # applied already: repetitions can have an earlier incarnation
         assert server.statistics().experts["fussy"].steps == 1

@@ -1,4 +1,4 @@
-"""One stream's answers: in one frame where they wait together, from any thread, each once."""
+"""Answers of one stream: waiting answers share a frame, every thread can send, and each answer is sent once."""
 
 import asyncio
 
@@ -22,19 +22,19 @@ def result(number: int, count: int = 1) -> Call:
     return Call(Header(kind=Kind.RESULT, call_id=number), [rows(count, 0)])
 
 
-async def written(connection: ServerStream) -> list[list[int]]:
-    """The numbers of the calls in every frame, up to the end; those of errors are negative."""
-    found: list[list[int]] = []
+async def read_to_the_end(connection: ServerStream) -> list[list[int]]:
+    """Call numbers in every frame until the end of the stream. Those of errors are negative."""
+    frames: list[list[int]] = []
 
     async def send(message: bytes) -> None:
         frame = decode(message, WIDE)
         faults = [read_fault(answer.header.data) for answer in frame if answer.header.kind is Kind.ERROR]
         assert all(isinstance(fault, LimitError) for fault in faults)
-        found.append([each.header.call_id * (-1 if each.header.kind is Kind.ERROR else 1) for each in frame])
+        frames.append([answer.header.call_id * (-1 if answer.header.kind is Kind.ERROR else 1) for answer in frame])
 
     connection.finish()
     await asyncio.wait_for(connection.write_answers(send), 60)
-    return found
+    return frames
 
 
 def connection(limits: Limits | None = None, **more: int) -> ServerStream:
@@ -57,17 +57,17 @@ def test_waiting_answers_share_frames_within_the_limits(
         one = connection(limits)
         for number, count in enumerate(rows_of_answers, 1):
             one.send(result(number, count))
-        return await written(one)
+        return await read_to_the_end(one)
 
     assert asyncio.run(run()) == frames
 
 
 def test_answers_of_many_threads_all_arrive_once() -> None:
     async def run() -> tuple[list[int], int, int]:
-        one, found = connection(), list[int]()
+        one, numbers = connection(), list[int]()
 
         async def send(message: bytes) -> None:
-            found.extend(answer.header.call_id for answer in decode(message, WIDE))
+            numbers.extend(answer.header.call_id for answer in decode(message, WIDE))
             await asyncio.sleep(0)
 
         writer = asyncio.create_task(one.write_answers(send))
@@ -79,12 +79,12 @@ def test_answers_of_many_threads_all_arrive_once() -> None:
         await asyncio.to_thread(in_threads, work, range(1, 401, 50))
         one.finish()
         await asyncio.wait_for(writer, 10)
-        return sorted(found), one.calls, one.nbytes
+        return sorted(numbers), one.calls, one.nbytes
 
     assert asyncio.run(run()) == (list(range(1, 401)), 0, 0)
 
 
-def test_a_call_is_under_way_until_its_answer_has_left() -> None:
+def test_call_counts_until_its_answer_is_written() -> None:
     async def run() -> list[tuple[int, bool]]:
         one = connection(connection_calls=2)
         (question,) = decode(encode([ping(7)]))
@@ -94,7 +94,7 @@ def test_a_call_is_under_way_until_its_answer_has_left() -> None:
         waiting = asyncio.create_task(one.wait_for_room())
         await asyncio.sleep(0.01)
         seen.append((one.calls, waiting.done()))
-        await written(one)
+        await read_to_the_end(one)
         await asyncio.wait_for(waiting, 10)
         seen.append((one.calls, waiting.done()))
         return seen

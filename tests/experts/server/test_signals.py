@@ -1,4 +1,4 @@
-"""How a served process ends: by which signals, in whichever thread and at whatever moment they come."""
+"""Signals that end a served process, in any thread and at any moment."""
 
 import os
 import signal
@@ -30,15 +30,15 @@ CONFIG: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [parse_expert("f=
 
 
 @pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
-    """A hang-up ends a process, also where the tests themselves run under nohup."""
+def default_sighup() -> Iterator[None]:
+    """Give SIGHUP its default action, because the tests can run under nohup, which ignores it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
 def handlers() -> list[Any]:
-    return [signal.getsignal(each) for each in SIGNALS]
+    return [signal.getsignal(number) for number in SIGNALS]
 
 
 def signalled(capsys: pytest.CaptureFixture[str], send: Callable[[], None]) -> threading.Thread:
@@ -85,7 +85,7 @@ def test_signal_handler_takes_no_lock() -> None:
         stop(signal.SIGTERM, None)
     finally:
         sys.settrace(before)
-    assert threading.__file__ not in entered  # where an Event has its lock
+    assert threading.__file__ not in entered  # the module of an Event's lock
 
 
 @pytest.mark.parametrize("moment", ["build", "start"])
@@ -93,7 +93,7 @@ def test_signal_handler_takes_no_lock() -> None:
 def test_signal_during_the_start_closes_everything(
     moment: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made: list[Server] = []
+    servers: list[Server] = []
     closed: list[bool] = []
 
     class Slow(LocalDirectory):
@@ -101,19 +101,19 @@ def test_signal_during_the_start_closes_everything(
             os.kill(os.getpid(), number)
             return super().declare(uids, address, ttl)
 
-        def watch(self, prefix: str = "") -> Any:  # what is done about the signal must not depend on the directory
+        def watch(self, prefix: str = "") -> Any:  # the shutdown must not depend on the directory
             raise DirectoryUnavailableError("it does not answer")
 
     def close() -> None:
-        os.kill(os.getpid(), number)  # a second one does not disturb the end
+        os.kill(os.getpid(), number)  # a second signal does not disturb the shutdown
         closed.append(True)
 
     def build(config: Any) -> Server:
         if moment == "build":
             os.kill(os.getpid(), number)
-        made.append(Server([make_expert("ffn", hidden=8).backend("f")], directory=directory))
-        made[0].own(close)
-        return made[0]
+        servers.append(Server([make_expert("ffn", hidden=8).backend("f")], directory=directory))
+        servers[0].own(close)
+        return servers[0]
 
     before = handlers()
     monkeypatch.setattr(command.ServeConfig, "server", build)
@@ -122,15 +122,15 @@ def test_signal_during_the_start_closes_everything(
             serve(CONFIG)
         assert stop.value.code == 0 and handlers() == before
         if moment == "start":
-            assert closed and made[0].shutdown()
+            assert closed and servers[0].shutdown()
             with pytest.raises(UsageError, match="started once"):
-                made[0].start()
+                servers[0].start()
             assert directory.get().experts == {}
     assert capsys.readouterr().err == ""
 
 
 def test_late_failure_of_a_start_closes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Stepping(LocalDirectory):  # it listens already when it is listed, so clients may come
+    class Stepping(LocalDirectory):  # a server listens before it is listed, so clients can call it
         def declare(self, uids: Any, address: str, ttl: float) -> Any:
             backend.backward_pool.submit_task(torch.ones(2, 8), torch.ones(2, 8)).result(10)
             return super().declare(uids, address, ttl)

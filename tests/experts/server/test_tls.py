@@ -1,4 +1,4 @@
-"""A server's certificates: faults are told as what they are, and new files are taken while it runs."""
+"""Certificates of a server: faults are reported precisely, and renewed files are reloaded at run time."""
 
 import logging
 from pathlib import Path
@@ -26,8 +26,8 @@ def call(server: Server, tls: ClientTls) -> None:
 
 def encrypted(key: bytes) -> bytes:
     secret: Any = serialization.load_pem_private_key(key, None)
-    how = serialization.BestAvailableEncryption(b"password")
-    return secret.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how)
+    encryption = serialization.BestAvailableEncryption(b"password")
+    return secret.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
 
 
 CUT = "the key or the certificate cannot be read"
@@ -118,7 +118,7 @@ def test_renewed_certificates_are_reloaded(
     with Server([fussy_backend()], address=LOCAL, tls=ServerTls(*files)) as server:
         call(server, mine)
         key, certificate = new.issue("server")
-        write(key)  # half of it: the old ones stay
+        write(key)  # only the key is new, so the old pair stays in use
         with caplog.at_level(logging.WARNING, "torchweft.experts.tls"):
             call(server, mine)
             call(server, mine)

@@ -1,4 +1,4 @@
-"""The small parts of a server: its threads, its entry in the directory, what it keeps of an expert."""
+"""Units of a server: periodic tasks, the heartbeat in the directory, and the saved state of an expert."""
 
 import threading
 from pathlib import Path
@@ -19,7 +19,7 @@ from torchweft.experts.wire.service import read_receipt
 
 
 def test_periodic_task_continues_after_failures(caplog: pytest.LogCaptureFixture) -> None:
-    """The first failure is logged, and `stop` ends it at once."""
+    """Only the first of consecutive failures is logged, and `stop` ends the task at once."""
     turns: list[int] = []
     done = threading.Event()
 
@@ -30,61 +30,61 @@ def test_periodic_task_continues_after_failures(caplog: pytest.LogCaptureFixture
         if len(turns) == 5:
             done.set()
 
-    repeat = PeriodicTask("checkpoints", 0.01, 0.01, act)
-    repeat.start()
-    assert done.wait(60) and repeat.stop(5.0) and repeat.stop(5.0)
-    assert repeat.last_failure is None
-    assert [each.getMessage() for each in caplog.records] == [
+    task = PeriodicTask("checkpoints", 0.01, 0.01, act)
+    task.start()
+    assert done.wait(60) and task.stop(5.0) and task.stop(5.0)
+    assert task.last_failure is None
+    assert [record.getMessage() for record in caplog.records] == [
         "checkpoints: turn 2: no space; tried again every 0.01 s",
         "checkpoints: works again",
     ]
 
 
-def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
+def test_second_stop_of_a_task_does_not_wait() -> None:
     entered, gate = threading.Event(), threading.Event()
 
     def act() -> None:
         entered.set()
         assert gate.wait(60.0)
 
-    repeat = PeriodicTask("test", 0.001, 0.001, act)
-    repeat.start()
+    task = PeriodicTask("test", 0.001, 0.001, act)
+    task.start()
     assert entered.wait(60.0)
-    assert not repeat.stop(0.01) and not repeat.stop(1000.0)
+    assert not task.stop(0.01) and not task.stop(1000.0)
     gate.set()
-    wait_until(lambda: repeat.stop(1000.0))
+    wait_until(lambda: task.stop(1000.0))
     assert PeriodicTask("never started", 60.0, 60.0, act).stop(1.0)
 
 
 def test_heartbeat_declares_again_after_a_lost_lease() -> None:
     now = [0.0]
     directory = Away(clock=lambda: now[0])
-    presence = LeaseHeartbeat(directory, lambda: ["a", "b"], "here:1", 5.0)
+    heartbeat = LeaseHeartbeat(directory, lambda: ["a", "b"], "here:1", 5.0)
     for _ in range(3):
-        presence.turn()
+        heartbeat.turn()
         now[0] += 4.0
         assert directory.get().uids == ("a", "b")
     now[0] += 10.0
     assert directory.get().uids == ()
     directory.away = True
     with pytest.raises(DirectoryUnavailableError):
-        presence.turn()
+        heartbeat.turn()
     directory.away = False
-    presence.turn()
-    assert directory.get().uids == ("a", "b") == presence.listed
+    heartbeat.turn()
+    assert directory.get().uids == ("a", "b") == heartbeat.listed
     for away in (False, True):
         directory.away = away
-        presence.withdraw()
+        heartbeat.withdraw()
     directory.away = False
-    assert directory.get().uids == () == presence.listed
-    presence.turn()
+    assert directory.get().uids == () == heartbeat.listed
+    heartbeat.turn()
     assert directory.get().uids == ()
 
 
 def test_heartbeat_follows_the_experts_without_a_gap() -> None:
     directory, uids = LocalDirectory(), ["a"]
-    presence = LeaseHeartbeat(directory, lambda: list(uids), "here:1", 5.0)
-    presence.turn()
+    heartbeat = LeaseHeartbeat(directory, lambda: list(uids), "here:1", 5.0)
+    heartbeat.turn()
     seen, change = list[tuple[str, ...]](), directory._change
 
     def changed() -> None:
@@ -94,13 +94,13 @@ def test_heartbeat_follows_the_experts_without_a_gap() -> None:
     directory._change = changed
     for now in (["a", "b"], ["b"], []):
         uids[:] = now
-        presence.turn()
+        heartbeat.turn()
         assert directory.get().uids == tuple(now)
-    assert all("b" in each for each in seen[1:-1])  # at no moment is it not listed
+    assert all("b" in listed for listed in seen[1:-1])  # without a gap
 
 
 class Silent(LocalDirectory):
-    """A directory whose calls do not come back before ``gate`` is set, once it is ``away``."""
+    """Directory that blocks every call until ``gate`` is set, while it is ``away``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,16 +115,16 @@ class Silent(LocalDirectory):
 
 def test_late_declaration_is_withdrawn() -> None:
     directory = Silent()
-    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
+    heartbeat = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     directory.away = True
-    turn = threading.Thread(target=presence.turn)
+    turn = threading.Thread(target=heartbeat.turn)
     turn.start()
     assert directory.asked.wait(60.0)
-    presence.withdraw(patience=0.01)
+    heartbeat.withdraw(patience=0.01)
     directory.gate.set()
     turn.join(60.0)
-    wait_until(lambda: directory.get().uids == () == presence.listed)
-    presence.turn()
+    wait_until(lambda: directory.get().uids == () == heartbeat.listed)
+    heartbeat.turn()
     assert directory.get().uids == ()
 
 

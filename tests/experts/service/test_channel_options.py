@@ -1,4 +1,4 @@
-"""The options of both ends go together, and do what they are there for."""
+"""gRPC options of client and server: the two ends are compatible, and each option has its effect."""
 
 import threading
 from contextlib import ExitStack
@@ -24,41 +24,41 @@ def number(options: dict[str, int | str], name: str) -> int:
     return int(options[f"grpc.{name}"])
 
 
-def sooner(options: Options, times: float) -> Options:
-    """As if time went faster: whatever gRPC takes in milliseconds, so that wrong names show."""
+def faster(options: Options, times: float) -> Options:
+    """Divide all options in milliseconds by ``times``, so that a misspelt option, which has no effect, fails a test."""
     return [(name, max(1, int(int(value) / times)) if name.endswith("_ms") else value) for name, value in options]
 
 
 @pytest.mark.long
-def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle connection lasts. By itself gRPC bears one question in 5 minutes, and ends who asks oftener."""
-    asks = 100
+def test_server_tolerates_keepalive_pings_of_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle connection lasts. By default, gRPC closes it after more than one ping in 5 minutes."""
+    ms = 100
 
     def of_client(limits: Limits) -> Options:
-        return [(name, asks if name == "grpc.keepalive_time_ms" else value) for name, value in client_options(limits)]
+        return [(name, ms if name == "grpc.keepalive_time_ms" else value) for name, value in client_options(limits)]
 
     def of_server(limits: Limits, connections: int) -> Options:
-        return sooner(server_options(limits, connections), number(CLIENT, "keepalive_time_ms") / asks)
+        return faster(server_options(limits, connections), number(CLIENT, "keepalive_time_ms") / ms)
 
     monkeypatch.setattr("torchweft.experts.client.transport.client_options", of_client)
     monkeypatch.setattr("torchweft.experts.server.grpc_server.server_options", lambda *_: [])
     with ExitStack() as stack:
-        bare = stack.enter_context(Server([fussy_backend()]))
+        default = stack.enter_context(Server([fussy_backend()]))
         monkeypatch.setattr("torchweft.experts.server.grpc_server.server_options", of_server)
         ours = stack.enter_context(Server([fussy_backend()]))
-        borne = stack.enter_context(GrpcTransport(ours.address))
-        RetryingCaller(FixedResolver(borne), SOON).call(PING, 30.0)
-        for _ in range(2):  # it outlasts two that are ended one after the other
-            refused = stack.enter_context(GrpcTransport(bare.address))
-            RetryingCaller(FixedResolver(refused), SOON).call(PING, 30.0)
-            wait_until(lambda stream=refused._streams[0]: stream.is_gone)
-        assert not borne._streams[0].is_gone
+        kept = stack.enter_context(GrpcTransport(ours.address))
+        RetryingCaller(FixedResolver(kept), SOON).call(PING, 30.0)
+        for _ in range(2):  # `kept` outlasts two connections that are closed in turn
+            closed = stack.enter_context(GrpcTransport(default.address))
+            RetryingCaller(FixedResolver(closed), SOON).call(PING, 30.0)
+            wait_until(lambda stream=closed._streams[0]: stream.is_gone)
+        assert not kept._streams[0].is_gone
 
 
 def test_frames_arrive_whole_or_in_parts() -> None:
     limits = Limits(frame_bytes=12_345_678)
     client, server = dict(client_options(limits)), dict(server_options(limits, 9))
-    assert all(number(each, "max_send_message_length") >= 12_345_678 for each in (client, server))
+    assert all(number(options, "max_send_message_length") >= 12_345_678 for options in (client, server))
     assert number(client, "max_receive_message_length") >= 12_345_678
     assert MESSAGE_BYTES <= number(server, "max_receive_message_length") < 2 * MESSAGE_BYTES
 
@@ -75,29 +75,29 @@ def test_unresponsive_connection_is_closed_during_a_call(monkeypatch: pytest.Mon
         FaultyProxy(server.address) as network,
         GrpcTransport(network.address) as transport,
     ):
-        line = RetryingCaller(FixedResolver(transport), SOON)
-        line.call(PING, 30.0)
+        caller = RetryingCaller(FixedResolver(transport), SOON)
+        caller.call(PING, 30.0)
         network.network_faults = NetworkFaults(silent=1.0)
 
-        def calm() -> None:  # for the next connection; the silent one stays silent
+        def calm() -> None:  # for the next connection, while the first one stays silent
             while not network.silences:
                 threading.Event().wait(0.01)
             network.network_faults = NO_FAULTS
 
         waiting = threading.Thread(target=calm)
         waiting.start()
-        line.call(PING, 30.0)
+        caller.call(PING, 30.0)
         waiting.join()
         assert network.connections == 2 and transport.statistics().streams == 2
 
 
-def test_a_server_that_is_back_at_its_address_is_found() -> None:
+def test_client_finds_a_server_restarted_at_its_address() -> None:
     with Server([fussy_backend()]) as first, GrpcTransport(first.address) as transport:
-        line = RetryingCaller(FixedResolver(transport), SOON)
-        line.call(PING, 30.0)
+        caller = RetryingCaller(FixedResolver(transport), SOON)
+        caller.call(PING, 30.0)
         first.shutdown()
         answers: list[object] = []
-        waiting = threading.Thread(target=lambda: answers.append(line.call(PING, 30.0)))
+        waiting = threading.Thread(target=lambda: answers.append(caller.call(PING, 30.0)))
         waiting.start()
         waiting.join(1.0)
         assert not answers

@@ -1,4 +1,4 @@
-"""What a client is told of an expert is what the expert is, however its values nest."""
+"""Descriptions of experts survive encoding, however their schemas nest."""
 
 import contextlib
 import json
@@ -43,19 +43,19 @@ def info(args: Any = (), kwargs: Any = None, outputs: Any = None) -> dict[str, A
 
 @given(st.lists(trees, max_size=3), st.dictionaries(st.text(max_size=3), trees, max_size=2), trees)
 def test_schemas_survive(args: list[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-    found = read_description(describe(info(tuple(args), kwargs, outputs), 2, 77))
-    assert (found.args, found.kwargs, found.outputs) == (tuple(args), kwargs, outputs)
-    assert list(found.kwargs) == list(kwargs)
-    assert (found.name, found.steps, found.durable, found.incarnation, found.trained) == ("x", 3, 2, 77, True)
+    actual = read_description(describe(info(tuple(args), kwargs, outputs), 2, 77))
+    assert (actual.args, actual.kwargs, actual.outputs) == (tuple(args), kwargs, outputs)
+    assert list(actual.kwargs) == list(kwargs)
+    assert (actual.name, actual.steps, actual.durable, actual.incarnation, actual.trained) == ("x", 3, 2, 77, True)
 
 
 @pytest.mark.parametrize(
     "backend", [fussy_backend(), ExpertBackend("nested", seeded(Nested), **NESTED_SCHEMAS)], ids=lambda each: each.name
 )
 def test_real_experts_survive(backend: ExpertBackend) -> None:
-    found, wanted = read_description(describe(backend.get_info(), None, 1)), backend.get_info()
-    assert (found.args, found.kwargs) == wanted["forward_schema"] and found.outputs == wanted["outputs_schema"]
-    assert found.durable is None
+    actual, expected = read_description(describe(backend.get_info(), None, 1)), backend.get_info()
+    assert (actual.args, actual.kwargs) == expected["forward_schema"] and actual.outputs == expected["outputs_schema"]
+    assert actual.durable is None
 
 
 def test_named_tuple_keeps_its_fields() -> None:

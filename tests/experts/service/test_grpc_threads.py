@@ -1,4 +1,4 @@
-"""Nothing of gRPC's runs on in the background when a connection has been closed: a process may end at once."""
+"""No thread of gRPC outlives a closed connection, so a process can end at once."""
 
 import threading
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def train_once(remote: RemoteExpert) -> None:
 @pytest.mark.parametrize("how", ["address", "connections", "describe"])
 def test_a_closed_connection_leaves_no_thread(directory: LocalDirectory, how: str) -> None:
     with Server([fussy_backend()], directory=directory) as server:
-        for _ in range(10):  # without waiting for them, one is left every other time
+        for _ in range(10):  # without a wait for them, half the turns leave one
             before = set(threading.enumerate())
             if how == "connections":
                 with Connections(directory) as connections:
@@ -37,8 +37,8 @@ def test_a_closed_connection_leaves_no_thread(directory: LocalDirectory, how: st
             assert set(threading.enumerate()) <= before
 
 
-def test_thread_of_a_short_call_is_waited_for() -> None:
-    asked, through = threading.Event(), threading.Event()
+def test_wait_includes_the_thread_of_a_short_call() -> None:
+    asked, released = threading.Event(), threading.Event()
 
     def answer(request: bytes, context: object) -> bytes:
         asked.wait(60.0)
@@ -49,37 +49,37 @@ def test_thread_of_a_short_call_is_waited_for() -> None:
         server.add_registered_method_handlers("test", {"Echo": grpc.unary_unary_rpc_method_handler(answer)})
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        before, crew = set(threading.enumerate()), GrpcThreads()
-        opened = transport.open_channel(f"127.0.0.1:{port}", None, LIMITS)
+        before, grpc_threads = set(threading.enumerate()), GrpcThreads()
+        channel = transport.open_channel(f"127.0.0.1:{port}", None, LIMITS)
 
-        def call_to_the_end() -> Any:
-            call = opened.unary_unary("/test/Echo").future(b"")
-            call.add_done_callback(lambda _: through.wait(60.0))  # in gRPC's thread, for the call has not ended yet
+        def call_and_wait() -> Any:
+            call = channel.unary_unary("/test/Echo").future(b"")
+            call.add_done_callback(lambda _: released.wait(60.0))  # runs in gRPC's thread, because the call is pending
             asked.set()
             call.result()
             return call
 
-        assert crew.stream(lambda _: call_to_the_end(), iter([])).done()
-        assert not crew.wait(0.0)
-        through.set()
-        opened.close()
-        assert crew.wait()
+        assert grpc_threads.stream(lambda _: call_and_wait(), iter([])).done()
+        assert not grpc_threads.wait(0.0)
+        released.set()
+        channel.close()
+        assert grpc_threads.wait()
         server.stop(None).wait()
     assert set(threading.enumerate()) <= before
 
 
-def test_a_call_that_does_not_begin_is_not_waited_for() -> None:
+def test_wait_ignores_a_call_that_did_not_start() -> None:
     def fails(requests: object) -> object:
         raise ValueError("closed")
 
-    crew = GrpcThreads()
+    grpc_threads = GrpcThreads()
     with pytest.raises(ValueError, match="closed"):
-        crew.stream(fails, iter([b""]))
-    assert crew.wait(0.0)
+        grpc_threads.stream(fails, iter([b""]))
+    assert grpc_threads.wait(0.0)
 
 
 def test_wait_reports_a_timeout_and_ignores_other_threads() -> None:
-    end, crew = threading.Event(), GrpcThreads()
+    end, grpc_threads = threading.Event(), GrpcThreads()
 
     def _run() -> None:
         end.wait(60.0)
@@ -90,10 +90,10 @@ def test_wait_reports_a_timeout_and_ignores_other_threads() -> None:
     for target, ended in ((_run, False), (other, True)):
         end.clear()
         thread = threading.Thread(target=target, daemon=True)
-        crew.stream(lambda _, thread=thread: thread.start(), iter([]))
+        grpc_threads.stream(lambda _, thread=thread: thread.start(), iter([]))
         try:
-            assert crew.wait(0.0) is ended
+            assert grpc_threads.wait(0.0) is ended
         finally:
             end.set()
-        assert crew.wait()
+        assert grpc_threads.wait()
         thread.join()

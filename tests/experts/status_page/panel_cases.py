@@ -1,4 +1,4 @@
-"""What several tests of the panel need: a server, its status, and a client that speaks plain bytes."""
+"""Helpers for tests of the panel: an expert, a status, and a client that sends raw bytes."""
 
 import socket
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ def train(server: Server, name: str, steps: int = 1) -> None:
 
 
 def status(names: Sequence[str] = ("a",), **changes: Any) -> dict[str, Any]:
-    """The status of a server that was never started, with the name of its first expert replaced throughout."""
-    found = Server([layer(f"expert{i}") for i in range(len(names))]).status()
+    """Status of a server that was never started, with experts of these names."""
+    result = Server([layer(f"expert{i}") for i in range(len(names))]).status()
     for field in ("experts", "keeping"):
-        found[field] = {name: found[field][f"expert{i}"] for i, name in enumerate(names)}
-    return {**found, **changes}
+        result[field] = {name: result[field][f"expert{i}"] for i, name in enumerate(names)}
+    return {**result, **changes}
 
 
 def address(url: str) -> tuple[str, int]:
@@ -41,18 +41,18 @@ def address(url: str) -> tuple[str, int]:
 
 
 def exchange(url: str, sent: bytes, timeout: float = PATIENCE) -> bytes:
-    """Send bytes, and all that comes back until the other side closes."""
+    """Send bytes, and return all that arrives until the server closes the connection."""
     with socket.create_connection(address(url), timeout=timeout) as stream:
         stream.sendall(sent)
-        found = b""
+        received = b""
         while chunk := stream.recv(65536):
-            found += chunk
-    return found
+            received += chunk
+    return received
 
 
 def get(url: str, path: str = "/", *, method: str = "GET", **fields: str) -> tuple[int, dict[str, str], str]:
-    given = {"Host": "127.0.0.1", "Connection": "close", **fields}
-    lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in given.items())]
+    headers = {"Host": "127.0.0.1", "Connection": "close", **fields}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
     head, _, body = exchange(url, ("\r\n".join(lines) + "\r\n\r\n").encode()).partition(b"\r\n\r\n")
     first, *rest = head.decode().split("\r\n")
     pairs = [line.partition(": ") for line in rest]

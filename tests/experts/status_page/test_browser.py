@@ -1,4 +1,4 @@
-"""The page in a real browser: Chromium, without a window. Skipped by name where there is none."""
+"""The page in a real browser: headless Chromium. The tests are skipped if it is not installed."""
 
 import base64
 import hashlib
@@ -36,7 +36,7 @@ def browse(url: str, profile: Path, *words: str) -> tuple[str, list[str]]:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, server: Server, between: Callable[[int], None]) -> list[int]:
-    """Call ``between`` with the number of each status that is asked for, before it is told."""
+    """Call ``between`` with the number of each status request, before the status is returned."""
     count: list[int] = []
     statistics = server.statistics
 
@@ -81,8 +81,8 @@ def test_page_is_not_wider_than_the_screen(tmp_path: Path, width: int) -> None:
     wide = "an.expert.with.a.name.that.does.not.want.to.end." * 4
     with Server([layer(wide), layer("b")], panel="127.0.0.1:0") as server:
         train(server, "b")
-        # A frame of that width, since a browser's own window may not be narrower than 500: the panel forbids frames,
-        # so its page is looked at as a file.
+        # In a frame, because a window of the browser cannot be narrower than 500 pixels. The panel forbids frames, so
+        # the frame shows its page as a file.
         (tmp_path / "page.html").write_text(_measured(server.status()), "utf-8")
         frame = tmp_path / "frame.html"
         frame.write_text(f'<iframe src="page.html" width="{width}" height="900"></iframe><p id="said"></p>' + LISTEN)
@@ -106,28 +106,28 @@ def _measured(status: dict[str, Any]) -> str:
     return _page_with(status).replace("</body>", f"<script>setTimeout(() => {tell}, 1500)</script></body>")
 
 
-def drawn(found: dict[str, Any], folder: Path, script: str = "") -> str:
-    """The page of a status, after a script that runs when it is drawn."""
+def drawn(current: dict[str, Any], folder: Path, script: str = "") -> str:
+    """Document of the page for a status, after running ``script`` in the page."""
     page = folder / "page.html"
     later = f"<script>setTimeout(() => {{ {script} }}, 500)</script></body>"
-    page.write_text(_page_with(found).replace("</body>", later), "utf-8")
+    page.write_text(_page_with(current).replace("</body>", later), "utf-8")
     document, said = browse(page.as_uri(), folder / "p", "--virtual-time-budget=1000", "--dump-dom")
     assert said == [] and 'data-state="live">live<' in document
     return re.sub("<script>.*?</script>", "", document, flags=re.DOTALL)
 
 
 def experts_in(document: str) -> list[str]:
-    """The names of the experts in their order."""
+    """Names of the experts in the order of the table."""
     table = document.partition('<section id="experts">')[2].partition("</section>")[0]
     return re.findall(r'<th role="rowheader" scope="row"><bdi>([^<]*)<', table)
 
 
 def five_experts() -> dict[str, Any]:
-    found = status(["ffn.0", "ffn.1", "gate", "Gate", "z"])
+    current = status(["ffn.0", "ffn.1", "gate", "Gate", "z"])
     for name, steps in (("ffn.1", 7), ("gate", 12), ("z", 100)):
-        found["experts"][name]["steps"] = steps
-    found["keeping"]["gate"]["durable"] = 3
-    return found
+        current["experts"][name]["steps"] = steps
+    current["keeping"]["gate"]["durable"] = 3
+    return current
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_experts_are_sorted_and_filtered(tmp_path: Path, script: str, names: lis
 
 
 def test_filter_keeps_words_and_focus_through_a_redraw(tmp_path: Path) -> None:
-    """The next status replaces the table below the filter, and not the filter."""
+    """The next status replaces only the table below the filter."""
     script = """
     const input = document.querySelector("input");
     input.focus();
@@ -174,15 +174,15 @@ def test_filter_keeps_words_and_focus_through_a_redraw(tmp_path: Path) -> None:
 
 
 def test_six_experts_fit_on_the_screen_of_a_phone(tmp_path: Path) -> None:
-    found = status([f"layer.{i}.expert" for i in range(8)])
-    for one in found["experts"].values():
-        next(iter(one["pools"].values())).update(merged={1: 20, 4: 5}, answered=12345, answer_seconds=321.0)
+    current = status([f"layer.{i}.expert" for i in range(8)])
+    for expert in current["experts"].values():
+        next(iter(expert["pools"].values())).update(merged={1: 20, 4: 5}, answered=12345, answer_seconds=321.0)
     tell = """
     const rows = document.querySelectorAll("#experts tbody tr"), root = document.documentElement;
     const bottom = Math.ceil(rows[5].getBoundingClientRect().bottom);
     parent.postMessage(`${bottom} ${root.scrollWidth - root.clientWidth}`, "*");
     """
-    page = _page_with({**found, "seconds": 50.0, "address": "10.20.30.40:7070"})
+    page = _page_with({**current, "seconds": 50.0, "address": "10.20.30.40:7070"})
     (tmp_path / "page.html").write_text(
         page.replace("</body>", f"<script>setTimeout(() => {{ {tell} }}, 1500)</script></body>"), "utf-8"
     )
@@ -196,13 +196,13 @@ def test_six_experts_fit_on_the_screen_of_a_phone(tmp_path: Path) -> None:
 def test_every_column_of_numbers_has_a_unit(tmp_path: Path) -> None:
     replica = {"role": "follower", "owner": "b:2", "token": 7, "behind": 3, "followers": {"c": 1}, "failure": None}
     device = {"alive": True, "working_on": None, "seconds": 10.0, "busy": 5.0, "batches": 20}
-    found = status(
+    current = status(
         turned_away=2,
         replicas={"a": replica},
         runtimes={"cpu": device},
         directory={"here": "a:1", "away_seconds": 0, "servers": {"a:1": {"experts": 1, "owns": 0}}},
     )
-    document = drawn({**found, "seconds": 20.0}, tmp_path)
+    document = drawn({**current, "seconds": 20.0}, tmp_path)
     bare = {"expert", "role here", "owner", "failure", "reason", "of what", "device", "thread", "works on", "server"}
     for cell in re.findall(r'data-column="([^"]*)"', document):
         assert cell in bare or cell.count(" ") or cell == "when UTC", cell
@@ -211,15 +211,15 @@ def test_every_column_of_numbers_has_a_unit(tmp_path: Path) -> None:
 
 
 def test_event_is_shown_once(tmp_path: Path) -> None:
-    """A refused gradient fails its task, and the server answers both with an error."""
-    found = status()
-    expert = found["experts"]["a"]
+    """A refused gradient also counts as a failed task and as an error answer."""
+    current = status()
+    expert = current["experts"]["a"]
     expert["refused_gradients"] = {"gradient": 3}
     forward, backward, *_ = expert["pools"].values()
     backward["failed"], forward["refused"], forward["expired"] = {"gradient": 3, "module": 2}, {"overload": 5}, 1
     errors = {"gradient": 3, "module": 2, "overload": 5, "expired": 1, "unknown": 4, "forbidden": 6, "wire": 7}
-    found |= {"errors": errors, "refusals": {"FORWARD": 6}, "broken": 7, "turned_away": 8}
-    words = re.sub("<[^>]*>", "|", drawn({**found, "seconds": 30.0}, tmp_path))
+    current |= {"errors": errors, "refusals": {"FORWARD": 6}, "broken": 7, "turned_away": 8}
+    words = re.sub("<[^>]*>", "|", drawn({**current, "seconds": 30.0}, tmp_path))
     table = words.partition("|Refused or failed|")[2].partition("|Devices|")[0]
     counts = [int(word) for word in table.split("|") if word.isdigit()]
     assert sorted(counts) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -230,7 +230,7 @@ def test_page_draws_every_part_and_escapes_names(tmp_path: Path) -> None:
     name = NASTY.replace("\ud800", "").replace("\x00", "")
     replica = {"role": "follower", "owner": "b:2", "token": 7, "behind": 3, "followers": {name: 1}, "failure": "no way"}
     servers = {"a:1": {"experts": 1, "owns": 0}, "b:2": {"experts": 3, "owns": 2}}
-    found = status(
+    current = status(
         [name],
         directory={"here": "a:1", "away_seconds": 1.5, "servers": servers},
         audit=[{"time": 0.0, "client": name, "peer": name, "expert": name, "what": "TRAIN", "why": name}],
@@ -243,8 +243,8 @@ def test_page_draws_every_part_and_escapes_names(tmp_path: Path) -> None:
         answered={name: 1},
         turned_away=1234,
     )
-    next(iter(found["experts"][name]["pools"].values()))["merged"] = {1: 20, 4: 5}
-    seen = drawn(found, tmp_path)
+    next(iter(current["experts"][name]["pools"].values()))["merged"] = {1: 20, 4: 5}
+    seen = drawn(current, tmp_path)
     words = re.sub("<[^>]*>", "|", seen)
     assert "alert(1)" in words and "<script" not in seen and "<title>draining: &lt;/title" in seen
     assert 'aria-label="batches by tasks: 20 of 1 task, 5 of 3 to 4 tasks"' in seen
@@ -255,7 +255,7 @@ def test_page_draws_every_part_and_escapes_names(tmp_path: Path) -> None:
     assert words.index("|server full|") < words.index("|INFO|") and "1\u202f234" in words
 
 
-def test_of_a_thousand_experts_500_are_listed(tmp_path: Path) -> None:
+def test_page_lists_500_of_a_thousand_experts(tmp_path: Path) -> None:
     plain = status()
     many = {field: dict.fromkeys(map(str, range(1000)), plain[field]["a"]) for field in ("experts", "keeping")}
     seen = drawn({**plain, **many}, tmp_path)

@@ -1,4 +1,4 @@
-"""The panel's HTTP: who is let in, and what silent or rude clients can do."""
+"""HTTP of the panel: which requests are admitted, and clients that are silent, slow or malformed."""
 
 import base64
 import socket
@@ -21,17 +21,17 @@ Listening = Callable[..., str]
 
 @pytest.fixture
 def listening() -> Iterator[Listening]:
-    made: list[StatusServer] = []
+    servers: list[StatusServer] = []
 
     def start(options: PanelOptions | str = "127.0.0.1:0", make_status: Callable[[], Any] = status) -> str:
-        made.append(StatusServer(options, make_status))
-        made[-1].start()
-        return made[-1].url.replace("0.0.0.0", "127.0.0.1")
+        servers.append(StatusServer(options, make_status))
+        servers[-1].start()
+        return servers[-1].url.replace("0.0.0.0", "127.0.0.1")
 
     yield start
-    for each in made:
-        each.stop(PATIENCE)
-        assert each._thread is not None and not each._thread.is_alive()
+    for server in servers:
+        server.stop(PATIENCE)
+        assert server._thread is not None and not server._thread.is_alive()
 
 
 def basic(password: str) -> str:
@@ -55,8 +55,8 @@ def test_only_the_token_opens_a_panel_that_has_one(listening: Listening) -> None
         code, fields, body = get(url, path, Host="gpu7.example")
         assert code == 401 and "Basic" in fields["www-authenticate"] and "torchweft_" not in body
     wrong = ["Bearer wrong", f"Bearer {TOKEN}x", basic(""), "Basic ???", "Bearer", f"Digest {TOKEN}"]
-    assert [get(url, Authorization=each)[0] for each in wrong] == [401] * len(wrong)
-    assert [get(url, Authorization=each)[0] for each in (f"Bearer {TOKEN}", basic(TOKEN))] == [200, 200]
+    assert [get(url, Authorization=value)[0] for value in wrong] == [401] * len(wrong)
+    assert [get(url, Authorization=value)[0] for value in (f"Bearer {TOKEN}", basic(TOKEN))] == [200, 200]
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_panel_answers_only_to_its_names(listening: Listening, beyond: bool, hos
 def test_silent_clients_do_not_keep_prometheus_out(listening: Listening) -> None:
     url = listening()
     held = [socket.create_connection(address(url), timeout=PATIENCE) for _ in range(2 * http.MAX_CONNECTIONS)]
-    for each in held[::2]:
-        each.sendall(b"GET /metrics HT")
+    for connection in held[::2]:
+        connection.sendall(b"GET /metrics HT")
     for _ in range(3):
         assert get(url, "/metrics", Connection="close")[0] == 200
-    for each in held:
-        each.close()
+    for connection in held:
+        connection.close()
 
 
 def test_a_client_that_sends_or_takes_slowly_is_dropped(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_client_that_sends_or_takes_slowly_is_dropped(listening: Listening, mo
     with socket.create_connection(address(url), timeout=PATIENCE) as slow:
         slow.sendall(GET.replace(b"GET / ", b"GET /status.json "))
         slow.recv(1)
-        time.sleep(0.5)  # longer than the deadline, whatever else the machine does
+        time.sleep(0.5)  # longer than the deadline
         taken = 0
         with pytest.raises(ConnectionResetError):
             while chunk := slow.recv(1 << 20):
@@ -126,12 +126,12 @@ def test_bad_request_gets_its_status_code(
 ) -> None:
     url = listening()
     try:
-        found = exchange(url, sent.replace(b"\r\nHost", b"\r\nConnection: close\r\nHost"))
+        response = exchange(url, sent.replace(b"\r\nHost", b"\r\nConnection: close\r\nHost"))
     except ConnectionResetError:
-        found = b"HTTP/1.1 400 reset while the rest was on its way"
-    assert found.split()[1] == code
+        response = b"HTTP/1.1 400 reset while the rest was on its way"
+    assert response.split()[1] == code
     assert exchange(url, GET).split()[1] == b"200"
-    assert capfd.readouterr().err == ""  # a stranger cannot fill the log
+    assert capfd.readouterr().err == ""  # clients cannot fill the log
 
 
 def test_failed_status_reports_only_the_type(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_stop_drops_open_connections(listening: Listening) -> None:
 
 
 def test_page_without_a_script_lists_the_experts(listening: Listening) -> None:
-    """Names are escaped, and those that UTF-8 cannot encode are shown all the same."""
+    """Names are escaped, and those that UTF-8 cannot encode are shown too."""
     url = listening(make_status=lambda: status([NASTY, "b"], seconds=10.0))
     page = get(url)[2].partition("<script>")[0]
     table = page.partition("<table>")[2].partition("</table>")[0]
@@ -174,7 +174,7 @@ def test_page_without_a_script_lists_the_experts(listening: Listening) -> None:
 
 
 def test_panel_samples_the_counters_without_readers(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A status that fails meanwhile does not end the panel."""
+    """A status that fails does not end the panel."""
     monkeypatch.setattr(http, "PERIOD", 0.0)
     asked: list[float] = []
 

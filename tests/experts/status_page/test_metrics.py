@@ -20,8 +20,8 @@ class Samples(dict[tuple[str, frozenset[str]], float]):
         return super().__getitem__((key[0], frozenset(key[1:])))
 
 
-def samples(found: dict[str, Any]) -> Samples:
-    text = exposition(found, "")[0].decode()
+def samples(current: dict[str, Any]) -> Samples:
+    text = exposition(current, "")[0].decode()
     families = text_string_to_metric_families(text)
     return Samples({(s.name, frozenset(s.labels.values())): s.value for family in families for s in family.samples})
 
@@ -30,8 +30,8 @@ def test_numbers_types_and_labels_are_those_of_the_status() -> None:
     before = {family.name for family in REGISTRY.collect()}
     with Server([layer("a"), layer("b")]) as server:
         train(server, "a", 3)
-        found = server.status()
-    seen = samples(found)
+        current = server.status()
+    seen = samples(current)
     assert seen["torchweft_expert_steps_total", "a"] == 3.0 and seen["torchweft_expert_steps_total", "b"] == 0.0
     assert seen["torchweft_expert_batches_total", "a", "backward"] == 3.0
     assert seen["torchweft_tasks_answered_total", "a", "forward"] == 3.0
@@ -45,7 +45,7 @@ def test_numbers_types_and_labels_are_those_of_the_status() -> None:
     assert (
         seen["torchweft_batch_tasks_count", "a", "forward"] == seen["torchweft_batch_tasks_sum", "a", "forward"] == 3.0
     )
-    assert {family.name for family in REGISTRY.collect()} == before  # nothing of it is global
+    assert {family.name for family in REGISTRY.collect()} == before  # no metric is registered globally
 
 
 def test_every_family_has_help_a_type_and_a_name_with_its_unit() -> None:
@@ -69,13 +69,13 @@ def test_page_shows_rows_of_the_same_table() -> None:
 
 
 def test_directory_and_checkpoints_have_metrics() -> None:
-    nasty = samples(status([NASTY, "\udc00", "\udc01", 'a\\b"\n']))  # any name is a label, and two names stay two
+    nasty = samples(status([NASTY, "\udc00", "\udc01", 'a\\b"\n']))  # any name can be a label, and names stay distinct
     assert sum(key[0] == "torchweft_expert_steps_total" for key in nasty) == 4
     assert not any("directory" in key[0] or "durable" in key[0] for key in samples(status()))
     directory = {"here": "", "away_seconds": 2.5, "servers": {"b:2": {"experts": 3, "owns": 2}}}
-    found = status(directory=directory, keeping={"a": {"durable": 7, "restored": None}}, failures={"lease": "x"})
-    found["replicas"] = {"a": {"role": "follower", "behind": 3, "token": 7}}
-    seen = samples(found)
+    current = status(directory=directory, keeping={"a": {"durable": 7, "restored": None}}, failures={"lease": "x"})
+    current["replicas"] = {"a": {"role": "follower", "behind": 3, "token": 7}}
+    seen = samples(current)
     assert seen["torchweft_replica_behind_steps", "a"] == 3.0 and seen["torchweft_replica_owned", "a"] == 0.0
     assert seen["torchweft_directory_servers",] == 1.0 and seen["torchweft_directory_away_seconds",] == 2.5
     assert seen["torchweft_expert_durable_step", "a"] == 7.0 and seen["torchweft_failing", "lease"] == 1.0

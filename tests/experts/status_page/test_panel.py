@@ -1,4 +1,4 @@
-"""The panel of a real server: what it tells, whom it answers, and that it never waits for a module."""
+"""The panel of a running server: its contents, its paths, and that it never waits for a module."""
 
 import json
 import os
@@ -29,14 +29,14 @@ LOCAL = "127.0.0.1:0"
 
 
 def url(server: Server) -> str:
-    found = server.panel_url
-    assert found is not None
-    return found
+    address = server.panel_url
+    assert address is not None
+    return address
 
 
 @pytest.fixture(autouse=True)
-def no_status_is_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that nobody has to wait for the next one."""
+def uncached_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Request a new status for each page, so that tests need not wait for it."""
     monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)
 
 
@@ -45,15 +45,15 @@ def fetch_status(server: Server) -> dict[str, Any]:
 
 
 def test_page_json_metrics_and_terminal_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "STATUS_SECONDS", 100.0)  # all of them of one status
+    monkeypatch.setattr(http, "STATUS_SECONDS", 100.0)  # one status for all pages
     with Server([layer("a"), layer("b")], panel=LOCAL) as server:
         train(server, "a", 2)
         code, fields, page = get(url(server))
         assert code == 200 and fields["content-type"] == "text/html; charset=utf-8"
         assert "default-src 'none'" in fields["content-security-policy"]
         assert "/status.json" in page
-        found = json.loads(get(url(server), "/status.json")[2])
-        assert found["experts"] == json.loads(status(server.address, as_json=True))["experts"]
+        answer = json.loads(get(url(server), "/status.json")[2])
+        assert answer["experts"] == json.loads(status(server.address, as_json=True))["experts"]
         assert 'torchweft_expert_steps_total{expert="a"} 2.0' in get(url(server), "/metrics")[2]
         assert status(server.address).splitlines()[2].split() == ["a", "2", "-", "4", "0", "0"]
     assert server.panel_url is not None
@@ -66,12 +66,12 @@ def test_panel_has_no_other_paths_and_no_writes() -> None:
         assert get(url(server), method="POST")[0] == 405
         code, fields, body = get(url(server), method="HEAD")
         assert code == 200 and int(fields["content-length"]) > 1000 and body == ""
-        wanted = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
-        assert get(url(server), "/metrics", Accept=wanted)[1]["content-type"].startswith("application/openmetrics-text")
+        accept = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+        assert get(url(server), "/metrics", Accept=accept)[1]["content-type"].startswith("application/openmetrics-text")
         assert get(url(server), "/metrics")[1]["content-type"].startswith("text/plain")
 
 
-def test_a_module_that_hangs_hides_nothing() -> None:
+def test_panel_works_while_a_module_hangs() -> None:
     gate, backend = blocking_expert()
     with Server([backend, layer("a")], panel=LOCAL) as server, LocalTransport(server.handler()) as transport:
         train(server, "a", 2)
@@ -82,16 +82,16 @@ def test_a_module_that_hangs_hides_nothing() -> None:
         try:
             start = time.monotonic()
             wait_until(lambda: fetch_status(server)["experts"]["gate"]["pools"]["gate.forward"]["oldest_age"] > 0.2)
-            found = fetch_status(server)
+            answer = fetch_status(server)
             assert get(url(server))[0] == 200
             metrics = get(url(server), "/metrics")[2]
-            told = status(server.address)
+            text = status(server.address)
             assert time.monotonic() - start < 15.0
-            pool = found["experts"]["gate"]["pools"]["gate.forward"]
+            pool = answer["experts"]["gate"]["pools"]["gate.forward"]
             assert pool["running_tasks"] == 1 and pool["waiting_tasks"] == 3 and pool["oldest_age"] > 0.2
-            assert found["runtimes"]["cpu"]["working_on"] == "gate.forward" and found["experts"]["a"]["steps"] == 2
+            assert answer["runtimes"]["cpu"]["working_on"] == "gate.forward" and answer["experts"]["a"]["steps"] == 2
             assert 'torchweft_queue_tasks{direction="forward",expert="gate"} 3.0' in metrics
-            assert told.splitlines()[3].split() == ["gate", "0", "-", "0", "3", "0"]
+            assert text.splitlines()[3].split() == ["gate", "0", "-", "0", "3", "0"]
         finally:
             gate.go.set()
         for call in calls:
@@ -115,11 +115,11 @@ def test_unavailable_directory_still_shows_its_servers(directory: LocalDirectory
     with Server([layer("a")], directory=directory, options=ServerOptions(lease_seconds=0.3), panel=LOCAL) as server:
         directory.close()
         wait_until(lambda: fetch_status(server)["directory"]["away_seconds"])
-        found = fetch_status(server)["directory"]
-        assert list(found["servers"]) == [server.address]
+        shown = fetch_status(server)["directory"]
+        assert list(shown["servers"]) == [server.address]
 
 
-def test_bad_clients_of_the_panel_do_not_hold_up_the_experts() -> None:
+def test_bad_clients_of_the_panel_do_not_delay_the_experts() -> None:
     stop = threading.Event()
 
     def flood(place: tuple[str, int]) -> None:
@@ -129,21 +129,21 @@ def test_bad_clients_of_the_panel_do_not_hold_up_the_experts() -> None:
 
     with Server([layer("a")], panel=LOCAL) as server, RemoteExpert("a", server.address) as remote:
         place = address(url(server))
-        held = [socket.create_connection(place, timeout=PATIENCE) for _ in range(80)]  # more than it takes
+        held = [socket.create_connection(place, timeout=PATIENCE) for _ in range(80)]  # more than it accepts
         threads = [threading.Thread(target=flood, args=(place,)) for _ in range(2)]
-        for each in threads:
-            each.start()
+        for thread in threads:
+            thread.start()
         took: list[float] = []
         for _ in range(40):
             start = time.monotonic()
             remote(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
             took.append(time.monotonic() - start)
         stop.set()
-        for each in threads:
-            each.join()
-        for each in held:
-            each.close()
-        assert sorted(took)[len(took) // 2] < 0.5  # a thousandth is usual; what it must not do is wait for them
+        for thread in threads:
+            thread.join()
+        for connection in held:
+            connection.close()
+        assert sorted(took)[len(took) // 2] < 0.5  # usually 1 ms, unless it waits for the other clients
 
         def answered() -> bool:
             with suppress(OSError, ValueError, IndexError):
@@ -175,7 +175,7 @@ def test_serve_prints_the_address_of_the_page(capsys: pytest.CaptureFixture[str]
 
 
 def test_panel_ends_with_its_server() -> None:
-    """A server whose panel finds its port taken does not start."""
+    """A server does not start if the port of its panel is taken."""
     with Server([layer("a")], panel=LOCAL) as server:
         taken = url(server).removeprefix("http://").rstrip("/")
         second = Server([layer("b")], panel=taken)

@@ -1,4 +1,4 @@
-"""The counts of the last minute: differences of counters, from samples that are at most some seconds apart."""
+"""Counts of the last minute: differences between a status and samples that are some seconds apart."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from torchweft.experts.status_page.recent import EXPERT_COLUMNS, PERIOD, WINDOW,
 
 
 def at(seconds: float, answered: int, **pool: Any) -> dict[str, Any]:
-    """The status of a server of this age, whose expert `a` answered so many tasks in half a second each."""
-    found = status(seconds=seconds)
-    forward = next(iter(found["experts"]["a"]["pools"].values()))
+    """Status of a server of this age with an expert `a` that answered so many tasks, each in half a second."""
+    result = status(seconds=seconds)
+    forward = next(iter(result["experts"]["a"]["pools"].values()))
     forward.update(answered=answered, answer_seconds=0.5 * answered, **pool)
-    found["experts"]["a"]["forward_batches"] = answered
-    return found
+    result["experts"]["a"]["forward_batches"] = answered
+    return result
 
 
 def row(recent: RecentCounters, now: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def test_young_server_counts_from_its_start() -> None:
 
 
 def test_counts_cover_the_last_minute() -> None:
-    """They cover at most one period more. A server that becomes slow after ten minutes shows it within a minute."""
+    """The window is at most one period longer. A slowdown after ten minutes shows within a minute."""
     recent, seconds = RecentCounters(), 0.0
     while seconds < 600:
         recent.note(at(seconds, int(100 * seconds)))
@@ -59,9 +59,9 @@ def test_quiet_minute_shows_no_latency_and_no_old_failures() -> None:
 
 
 def test_refused_gradient_counts_once() -> None:
-    found = at(10.0, 5, failed={"gradient": 3, "module": 1}, expired=2)
-    found["experts"]["a"]["refused_gradients"] = {"gradient": 3}
-    shown = row(RecentCounters(), found)
+    status_now = at(10.0, 5, failed={"gradient": 3, "module": 1}, expired=2)
+    status_now["experts"]["a"]["refused_gradients"] = {"gradient": 3}
+    shown = row(RecentCounters(), status_now)
     assert (shown["refused"], shown["failed"]) == (3, 3)
 
 
@@ -82,8 +82,8 @@ def test_latency_is_the_time_of_real_tasks() -> None:
     recent = RecentCounters()
     with Server([layer("a")]) as server:
         train(server, "a", 3)
-        found = server.status()
-    shown = row(recent, found)
+        status_now = server.status()
+    shown = row(recent, status_now)
     assert 0.0 < shown["latency"] < 60_000 and shown["backwards"] > 0.0
-    counts = recent.since(found)
+    counts = recent.since(status_now)
     assert counts["experts"]["a"]["answered"] == 6 and counts["devices"]["cpu"]["batches"] >= 5
