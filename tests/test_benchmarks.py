@@ -109,7 +109,7 @@ def test_expected_bytes_count_a_value_once_per_rank() -> None:
     assert sizes == {(0, 1): [main, main, main, skip], (1, 0): [main, main, main, skip]}
 
 
-def test_name_stands_for_a_capability_or_for_one_benchmark() -> None:
+def test_name_selects_a_capability_or_one_benchmark() -> None:
     assert command.chosen([]) == command.chosen(["pipeline", "recurrent", "experts"]) == list(command.benchmarks())
     assert {name.partition(".")[0] for name in command.chosen(["recurrent"])} == {"recurrent"}
     assert command.chosen(["pipeline.sleep", "pipeline.sleep"]) == ["pipeline.sleep"]
@@ -267,7 +267,7 @@ def test_dying_helper_reports_its_last_error(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc")
-def test_nothing_that_a_helper_started_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_helper_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     (tmp_path / "parent.py").write_text(child + "\nprint('{}', flush=True); sys.stdin.read()")
     monkeypatch.setattr(helper, "PROGRAMS", tmp_path)
@@ -310,7 +310,7 @@ def test_table_aligns_columns_that_some_rows_lack() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_command_names_its_needs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(["gpu"])
     assert ended.value.code == 0

@@ -103,7 +103,7 @@ def test_code_for_torchrun_runs_on_two_ranks(page: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: page.name)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_have_targets(page: Path) -> None:
     """Absolute links into this repository, which README needs on PyPI, must lead to a file too."""
     text = page.read_text(encoding="utf-8")
     missing: list[str] = []

@@ -253,7 +253,7 @@ def test_single_device_and_whole_float_chunks_are_accepted() -> None:
         (2, {"balance": [1, 1], "devices": ["cpu"]}, IndexError, "2 stages, but there are 1 devices"),
     ],
 )
-def test_wrong_arguments_raise_what_torchgpipe_raises(
+def test_wrong_arguments_raise_the_errors_of_torchgpipe(
     layers: int, settings: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
     with without_type_checks(), pytest.raises(kind, match=words):

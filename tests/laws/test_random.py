@@ -116,7 +116,7 @@ def test_stage_that_suddenly_draws_is_detected(other_draws: bool) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto", "graph"])
-def test_model_that_draws_nothing_leaves_the_generator_alone(executor: Any, checkpoint: Any) -> None:
+def test_model_that_draws_nothing_keeps_the_generator_unchanged(executor: Any, checkpoint: Any) -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.0)).double()
     pipe = pipe_over(layers, executor, checkpoint)
     before = torch.get_rng_state()

@@ -85,7 +85,7 @@ def test_gate_functions_err_by_a_few_units(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_special_numbers_give_what_pytorch_gives(dtype: torch.dtype) -> None:
+def test_special_numbers_give_the_results_of_pytorch(dtype: torch.dtype) -> None:
     x = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
     for name in (*GATES, "sqrt", "abs", "log", "expm1", "log1p", "sign"):
         result, expected = compute(name, x), getattr(torch, name)(x)
