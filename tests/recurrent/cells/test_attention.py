@@ -1,4 +1,4 @@
-"""Attention follows its formula row by row, over sources of different length; faults of a source are listed."""
+"""Attention follows its formula row by row, over sources of different length. Faults of a source are listed."""
 
 from typing import Any
 
