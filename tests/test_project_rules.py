@@ -76,6 +76,7 @@ def test_import_torchweft_takes_at_most_50_ms_beyond_torch(imports: list[tuple[f
     assert min(costs) <= MOST_SECONDS, f"seconds beyond torch, in {len(costs)} runs: {costs}"
 
 
+@pytest.mark.long
 def test_import_torchweft_loads_no_further_third_party_module(imports: list[tuple[float, list[str]]]) -> None:
     imported = {module.partition(".")[0] for module in imports[0][1]}
     assert imported - sys.stdlib_module_names <= {"torchweft", "torch"}

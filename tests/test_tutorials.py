@@ -14,6 +14,7 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 SCRIPT = ROOT / "deploy" / "make-certificates.sh"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_of_a_notebook_run(path: Path) -> None:
     """Cells that install packages (`%pip`) are skipped."""

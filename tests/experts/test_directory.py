@@ -421,6 +421,7 @@ def test_silent_member_costs_its_share_of_the_timeout(member: Member) -> None:
             assert min(taken) < 0.3
 
 
+@pytest.mark.long
 def test_cluster_survives_the_loss_of_any_member(tmp_path: Path) -> None:
     with (
         cluster(tmp_path, members=3) as members,

@@ -45,6 +45,7 @@ def outcome(net: Recurrent, x: Tensor, **call: Any) -> Any:
     return ends, gradients(ends, [x, *net.parameters()])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "steps", "options"),
     [
@@ -69,6 +70,7 @@ def test_filled_up_batches_have_the_same_bits(make: Callable[[], nn.Module], ste
     assert run_by(net) == {"c"}
 
 
+@pytest.mark.long
 def test_padding_of_a_filled_up_batch_yields_no_nan() -> None:
     """Filled-up rows copy a real row. With zeros the cell is singular, and 0 * inf would reach summed gradients."""
     cell = Normed()
@@ -119,6 +121,7 @@ def test_byte_budget_disables_filling_up() -> None:
     assert not any(filled_up(net))
 
 
+@pytest.mark.long
 def test_double_backward_of_filled_up_batches() -> None:
     """The eager loop computes the second gradients, on the filled-up rows."""
     cell = Normed().double()

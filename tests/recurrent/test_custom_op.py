@@ -154,6 +154,7 @@ def test_results_do_not_share_memory(loop: Any) -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in distinct}) == len(distinct)
 
 
+@pytest.mark.long
 def test_compiled_graph_sees_new_weights_not_those_of_copies() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     other, x = copy.deepcopy(net), sequence()
@@ -168,6 +169,7 @@ def test_compiled_graph_sees_new_weights_not_those_of_copies() -> None:
     assert not torch.equal(again(x).outputs, compiled(x).outputs)
 
 
+@pytest.mark.long
 def test_token_lives_until_backward_only() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")

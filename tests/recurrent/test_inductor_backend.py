@@ -106,6 +106,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, recorder: module.Recorder, **optio
     return net, Recurrent(net.cell, backend="eager")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
 @pytest.mark.parametrize("call", [{}, {"lengths": [3, 2]}], ids=["whole", "lengths"])
 def test_recorded_chunks_equal_the_eager_loop(

@@ -122,6 +122,7 @@ def test_no_forecast_without_a_plan() -> None:
         net.forecast(0, torch.randn(1, 8, 24))
 
 
+@pytest.mark.long
 @needs_compiler
 @grid(make=CELLS, memory=["full", "states", "sqrt"])
 def test_predicted_peak_equals_the_measured_one(make: Callable[[], nn.Module], memory: Any) -> None:
@@ -129,6 +130,7 @@ def test_predicted_peak_equals_the_measured_one(make: Callable[[], nn.Module], m
     assert abs(taken - predicted) <= TOLERANCE * predicted, f"{taken} bytes were taken, {predicted} were predicted"
 
 
+@pytest.mark.long
 @needs_compiler
 def test_network_keeps_its_budget_and_uses_it() -> None:
     cell = nn.LSTMCell(24, 32)

@@ -75,6 +75,7 @@ def test_settings_can_be_changed_later_and_are_validated() -> None:
         setattr(net, name, before)
 
 
+@pytest.mark.long
 @by_plan
 def test_plan_is_dropped_with_its_cell(backend: str) -> None:
     net, (x, s) = Recurrent(Frozen(), backend=backend, verify="never"), sequence()

@@ -134,6 +134,7 @@ def measured(html: str, width: int, folder: Path, expression: str) -> str:
     return dump.partition("<title>")[2].partition("</title>")[0]
 
 
+@pytest.mark.long
 @needs_chromium
 def test_page_fits_the_screen_of_a_phone(html: str, tmp_path: Path) -> None:
     """Wide tables scroll by themselves. The page as a whole is not wider than the screen."""
@@ -143,6 +144,7 @@ def test_page_fits_the_screen_of_a_phone(html: str, tmp_path: Path) -> None:
         assert measured(source, 360, tmp_path, overflow) == "0"
 
 
+@pytest.mark.long
 @needs_chromium
 @pytest.mark.parametrize("width", [390, 820])
 def test_text_of_pictures_is_legible_at_every_width(html: str, tmp_path: Path, width: int) -> None:

@@ -210,6 +210,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         log.close()
 
 
+@pytest.mark.long
 def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str, Certificates]) -> None:
     endpoint, _, certificates = secured
     with EtcdDirectory(endpoint, tls=certificates.tls("torchweft-server")) as servers:

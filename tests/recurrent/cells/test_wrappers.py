@@ -125,6 +125,7 @@ def test_chunks_continue_with_their_masks() -> None:
     assert equal(torch.cat([first.outputs, second.outputs]), whole.outputs)
 
 
+@pytest.mark.long
 def test_eval_mode_drops_and_draws_nothing() -> None:
     cell = cells.LSTMCell(3, 4)
     dropout = Recurrent(cells.SequenceDropout(cell, inputs=0.5, states=0.5))

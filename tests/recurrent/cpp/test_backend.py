@@ -54,6 +54,7 @@ WIDE: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "rows"), WIDE.values(), ids=WIDE)
 def test_any_number_of_threads_gives_the_same_bits(
     make: Callable[[], nn.Module], rows: int, set_threads: Callable[[int], None], thread_counts: list[int]
@@ -156,6 +157,7 @@ class GuardedPool:
         return all(bool((mark == MARK).all()) for mark in marks)
 
 
+@pytest.mark.long
 @grid(make=[cells.LSTMCell, cells.LayerNormLSTMCell], threads=[1, 3])
 def test_nothing_is_written_beyond_the_workspace(
     make: type[torch.nn.Module], threads: int, monkeypatch: pytest.MonkeyPatch

@@ -205,6 +205,7 @@ def test_cache_folder_follows_the_environment(place: Path, monkeypatch: pytest.M
     assert not cache_folder().is_relative_to(place) and cache_folder().is_dir()
 
 
+@pytest.mark.long
 def test_networks_run_without_a_compiler(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason is part of `why`."""
     monkeypatch.setenv("CXX", "/nonexistent")

@@ -141,6 +141,7 @@ class Viewing(nn.Module):
 GROUPS = [[*VIEWS][i::4] for i in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
 def test_views_products_and_reductions_are_pytorchs(names: list[str]) -> None:
     as_the_loop(Viewing([VIEWS[name] for name in names]), "c", X, H, verify="never")

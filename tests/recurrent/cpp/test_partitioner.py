@@ -103,6 +103,7 @@ def test_unknown_operators_run_outside_the_loops(name: str, lengths: tuple[int, 
     as_the_loop(Outside(AROUND[name]), "c", *inputs_of(name), verify="never", **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["both ends", "a tied embedding"])
 def test_all_memory_modes_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchweft.recurrent.cpp.cpp_backend.chunk_length", lambda *_: 2)
@@ -172,6 +173,7 @@ CELLS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
 }
 
 
+@pytest.mark.long
 def test_only_padding_is_skipped() -> None:
     """A step that mixes rows skips padding only in its gradient. Without padding, nothing is skipped."""
     x = torch.randn(T, N, D, dtype=torch.float64).requires_grad_()
@@ -193,6 +195,7 @@ MASKS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "counts"), CELLS.values(), ids=CELLS)
 def test_products_skip_rows_of_padding(make: Callable[[], nn.Module], counts: tuple[int, int]) -> None:
     """Results and gradients equal the eager loop."""
