@@ -4,7 +4,7 @@
     python3 do.py                      run the examples, one after the other
     python3 do.py EXAMPLE [options]    run one: unet_pipeline, unet_ranks, gpt2_pipeline, char_rnn, remote_experts,
                                        report
-    python3 do.py test [pytest args]   run the tests; with --all those that take long as well
+    python3 do.py test [pytest args]   run a sample of the tests in some minutes; with --all every test
     python3 do.py bench [NAME ...]     run the benchmarks, all of them or those named
     python3 do.py check                check lint, format, types, imports, size, structure and prose of src
     python3 do.py docs [serve]         build the documentation site into build/site, or show it while you write

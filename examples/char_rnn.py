@@ -7,7 +7,7 @@
                                        +--+
 
 You write one time step. `weft.Recurrent` runs it over time, derives the backward pass once, and compiles the loops
-if there is a C++ compiler. The text is that of Python's own help topics, so nothing is downloaded.
+if there is a C++ compiler. The text is that of Python's help topics, so nothing is downloaded.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from torchweft.recurrent import Recurrent
 
-ROWS, STEPS = 32, 64  # pieces of text side by side, and characters of each between two optimizer steps
+ROWS, STEPS = 32, 64  # parallel pieces of text, and characters of each per optimizer step
 WIDTH, HIDDEN = 64, 192
 BIT = math.log(2)
 
@@ -57,7 +57,7 @@ class IntegratingCell(nn.Module):
 
 
 class Speller(nn.Module):
-    """Scores of the next character: T x N int64 -> T x N x characters, and the state to go on with."""
+    """Scores of the next character: T x N int64 -> T x N x characters, and the last state."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -71,28 +71,28 @@ class Speller(nn.Module):
 
     @torch.no_grad()
     def spell(self, prompt: list[int], count: int, temperature: float = 0.8) -> list[int]:
-        """So many characters after a prompt: a stream, one `step` at a time, with the state handed on."""
-        state, found, waiting = None, [], list(prompt)
-        while len(found) < count:
-            y, state = self.net.step(self.embedding(torch.tensor([waiting.pop(0)])), state)
-            if not waiting:
-                found.append(int(torch.multinomial((self.scores(y) / temperature).softmax(-1), 1)))
-                waiting = found[-1:]
-        return found
+        """Write `count` characters after a prompt, one `step` at a time, each from the state of the previous one."""
+        state, written, pending = None, [], list(prompt)
+        while len(written) < count:
+            y, state = self.net.step(self.embedding(torch.tensor([pending.pop(0)])), state)
+            if not pending:
+                written.append(int(torch.multinomial((self.scores(y) / temperature).softmax(-1), 1)))
+                pending = written[-1:]
+        return written
 
 
 def load_text() -> tuple[str, Tensor, Tensor]:
-    """The alphabet, and the text as its numbers: to learn from, and held out."""
+    """The alphabet, and the text as numbers of its characters: for training, and held out."""
     words = "\n\n".join(topics[name] for name in sorted(topics))
-    alphabet = "".join(sorted(each for each, count in Counter(words).items() if count >= 20))
-    numbers = {each: i for i, each in enumerate(alphabet)}
-    coded = torch.tensor([numbers.get(each, 0) for each in words])
+    alphabet = "".join(sorted(character for character, count in Counter(words).items() if count >= 20))
+    numbers = {character: i for i, character in enumerate(alphabet)}
+    coded = torch.tensor([numbers.get(character, 0) for character in words])
     cut = int(0.95 * len(coded))
     return alphabet, coded[:cut], coded[cut:]
 
 
 def side_by_side(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Characters, L x ROWS, and for each the one that follows it."""
+    """All characters but the last, L x ROWS, and the character that follows each of them."""
     length = (len(numbers) - 1) // ROWS
     now, following = (numbers[i : i + ROWS * length].view(ROWS, length).t() for i in (0, 1))
     return now, following
@@ -103,45 +103,45 @@ def loss_of(scores: Tensor, following: Tensor) -> Tensor:
 
 
 def train(model: Speller, text: Tensor, seconds: float) -> float:
-    """Truncated backpropagation: chunk after chunk, the state handed on without its gradient. Seconds of a step."""
+    """Train by truncated backpropagation through time. Returns the median seconds of a step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     now, following = side_by_side(text)
-    begin, taken, state, start = time.perf_counter(), [], None, 0
+    begin, times, state, start = time.perf_counter(), [], None, 0
     while (spent := time.perf_counter() - begin) < seconds:
         for group in optimizer.param_groups:
-            group["lr"] = 4e-3 * min(1.0, (len(taken) + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * spent / seconds))
+            group["lr"] = 4e-3 * min(1.0, (len(times) + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * spent / seconds))
         if start + STEPS > len(now):
-            state, start = None, 0  # the text begins again
+            state, start = None, 0  # start the text again
         optimizer.zero_grad()
         scores, state = model(now[start : start + STEPS], state)
         loss = loss_of(scores, following[start : start + STEPS])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        state = tuple(each.detach() for each in state)
+        state = tuple(part.detach() for part in state)  # truncates backpropagation
         start += STEPS
-        taken.append(time.perf_counter() - begin - spent)
-        if len(taken) % 50 == 0:
-            print(f"  step {len(taken)}   {loss.item() / BIT:.2f} bits per character   {spent:.0f} s", flush=True)
-    print(f"  {len(taken)} steps, {median(taken) * 1e3:.1f} ms each")
-    return median(taken)
+        times.append(time.perf_counter() - begin - spent)
+        if len(times) % 50 == 0:
+            print(f"  step {len(times)}   {loss.item() / BIT:.2f} bits per character   {spent:.0f} s", flush=True)
+    print(f"  {len(times)} steps, {median(times) * 1e3:.1f} ms each")
+    return median(times)
 
 
 def difference_from_eager(cell: IntegratingCell) -> float:
     """The largest difference of any gradient between the derived plan and the eager loop, in float64."""
-    found = []
+    gradients = []
     for backend in ("auto", "eager"):
         net = Recurrent(cell.double(), backend=backend)
         x = torch.randn(30, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         outputs = net(x, lengths=[30, 17, 4]).outputs
-        found.append(torch.autograd.grad(outputs.square().sum(), list(cell.parameters())))
+        gradients.append(torch.autograd.grad(outputs.square().sum(), list(cell.parameters())))
     cell.float()
-    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+    return max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of training")
+    parser.add_argument("--seconds", type=float, default=12.0, help="seconds of training")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -161,8 +161,8 @@ def main() -> None:
     print(f"  largest difference of any gradient from the eager loop, float64: {worst:.1e}")
     if not worst < 1e-9:
         raise SystemExit("the gradients differ by more than rounding")
-    sample = model.spell([alphabet.index(each) for each in "The "], 300)
-    print(f"  it writes: {' '.join(''.join(alphabet[each] for each in sample).split())[:90]} ...")
+    sample = model.spell([alphabet.index(character) for character in "The "], 300)
+    print(f"  it writes: {' '.join(''.join(alphabet[number] for number in sample).split())[:90]} ...")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Across devices: a GPT-2 of Hugging Face is fine-tuned in stages, and its checkpoint goes back into transformers.
+"""Across devices: a GPT-2 of Hugging Face is trained in stages, and transformers loads its checkpoint.
 
     pip install "torchweft[hf]"
     python examples/gpt2_pipeline.py [--steps 60] [--stages 3] [--seed 0]
@@ -23,10 +23,10 @@ ROWS, LENGTH, CHUNKS = 16, 48, 4
 
 
 def tokens() -> torch.Tensor:
-    """The text as numbers, a character each: rows of `LENGTH`."""
+    """The text as numbers of its characters, in rows of `LENGTH`."""
     text = "".join(topics.values())[:120_000]
-    letters = {each: i for i, each in enumerate(sorted(set(text)))}
-    numbers = torch.tensor([letters[each] for each in text])
+    letters = {letter: i for i, letter in enumerate(sorted(set(text)))}
+    numbers = torch.tensor([letters[letter] for letter in text])
     return numbers[: len(numbers) // LENGTH * LENGTH].view(-1, LENGTH)
 
 
@@ -58,7 +58,7 @@ def train(steps: int, stages: int, seed: int) -> tuple[GPT2LMHeadModel, weft.Pip
 
 
 def main(steps: int, stages: int, seed: int) -> tuple[float, float]:
-    """Train, save, load again. The loss of the first step and of the last ones."""
+    """Train, save and reload. Returns the loss of the first step, and the mean loss of the last five."""
     model, pipe, losses = train(steps, stages, seed)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -76,5 +76,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stages", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    main(given.steps, given.stages, given.seed)
+    arguments = parser.parse_args()
+    main(arguments.steps, arguments.stages, arguments.seed)

@@ -56,7 +56,7 @@ optimizer_arguments = {{ lr = 0.001 }}
 
 
 class Server:
-    """A process of `torchweft serve`: at the same address whenever it is started, with the same checkpoints."""
+    """A `torchweft serve` process. Every start uses the same address and the same checkpoints."""
 
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -67,7 +67,7 @@ class Server:
         self.config.write_text(CONFIG.format(address=self.address, folder=folder / "checkpoints") + experts)
 
     def start(self) -> None:
-        """Return when it listens."""
+        """Start the process and wait until it listens."""
         command = [sys.executable, "-m", "torchweft", "serve", str(self.config)]
         single = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=single)
@@ -75,27 +75,27 @@ class Server:
             raise SystemExit(f"the server of {', '.join(self.names)} did not start; see above")
 
     def kill(self) -> None:
-        """Stop like a crash: without saving, and without notice to clients."""
+        """Stop like a crash, without saving and without notice to clients."""
         self.process.kill()
         self.process.wait()
 
     def end(self) -> None:
-        """Drain: accepted work is answered, experts are saved."""
+        """Shut down gracefully: finish the accepted work and save the experts."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(timeout=30)
 
     def steps(self) -> dict[str, tuple[int, int]]:
-        """Of each expert: its optimizer steps, and up to which of them a crash takes nothing back."""
-        found = {}
+        """For each expert: its optimizer steps, and how many of them would survive a crash."""
+        counts = {}
         for name in self.names:
             with RemoteExpert(name, self.address) as remote:
                 description = remote.describe()
-                found[name] = (description.steps, description.durable or 0)
-        return found
+                counts[name] = (description.steps, description.durable or 0)
+        return counts
 
 
 class Classifier(nn.Module):
-    """N x 64 pixels -> N x 10 scores, and the loss that keeps the experts equally busy."""
+    """N x 64 pixels -> N x 10 scores, and the loss that balances the load of the experts."""
 
     def __init__(self, connections: Connections) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Classifier(nn.Module):
 
 
 class Trainer:
-    """One of the two: every second image, and weights of its own around the shared experts."""
+    """One of two trainers, with every second image, and with its own weights around the shared experts."""
 
     def __init__(self, number: int, images: Tensor, digits: Tensor, connections: Connections, began: float) -> None:
         self.images, self.digits = images[number::2], digits[number::2]
@@ -139,7 +139,7 @@ class Trainer:
                 scores, balance = self.model(self.images[rows])
                 optimizer.zero_grad()
                 loss = functional.cross_entropy(scores, self.digits[rows])
-                (loss + 0.05 * balance).backward()  # the experts step
+                (loss + 0.05 * balance).backward()  # the servers step the experts
                 optimizer.step()
                 self.losses.append((time.monotonic() - self.began, loss.item()))
                 self.steps += 1
@@ -159,7 +159,7 @@ def data(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train_until(trainers: list[Trainer], steps: int) -> None:
-    """Wait until the trainers took so many steps together. Re-raise an exception of a trainer."""
+    """Wait until the trainers have taken `steps` steps together. Exit if a trainer failed."""
     while sum(trainer.steps for trainer in trainers) < steps:
         for trainer in trainers:
             if trainer.failed is not None:
@@ -172,14 +172,14 @@ def picture(trainers: list[Trainer], marks: list[tuple[float, str]]) -> str:
     lines = {f"trainer {number}": trainer.losses for number, trainer in enumerate(trainers)}
     x, y = report.Axis("seconds"), report.Axis("loss")
     chart = report.line_chart(lines, title="Loss of two trainers", x=x, y=y, marks=marks)
-    return report.page("Four experts on two servers", [report.Section("What they learned", [report.figure(chart)])])
+    return report.page("Four experts on two servers", [report.Section("Training", [report.figure(chart)])])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="of both trainers together")
+    parser.add_argument("--steps", type=int, default=600, help="steps of both trainers together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("torchweft-report"), help="the folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path("torchweft-report"), help="folder of the picture")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
@@ -208,13 +208,13 @@ def main() -> None:
         killed_at = sum(trainer.steps for trainer in trainers)
         print(f"  killed the server of {', '.join(servers[0].names)} after {killed_at} steps of the trainers")
         train_until(trainers, killed_at + options.steps // 10)
-        print(f"  the trainers took {sum(each.steps for each in trainers) - killed_at} steps without it")
+        print(f"  the trainers took {sum(trainer.steps for trainer in trainers) - killed_at} steps without it")
         servers[0].start()
         marks.append((time.monotonic() - began, "it is back"))
         restored = servers[0].steps()
         for name, (taken, durable) in before.items():
             again = restored[name][0]
-            print(f"  {name}: had taken {taken} steps, {durable} of them durable; it goes on from step {again}")
+            print(f"  {name}: had taken {taken} steps, {durable} of them durable; it continues from step {again}")
             if again < durable:
                 raise SystemExit("a durable step was lost")
         train_until(trainers, sum(trainer.steps for trainer in trainers) + options.steps // 3)

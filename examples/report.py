@@ -7,9 +7,9 @@
         │    └─────  bytes ───> memory curve ──────────┼──> report.html, one file that fetches nothing
         └── costs_from ──> forecast of other schedules ┘    trace.json, for https://ui.perfetto.dev
 
-A classifier of scikit-learn's handwritten digits trains in four stages, with a thread for each. Then some steps of
-three ways to run it are recorded. GPipe keeps the activations of all micro-batches. 1F1B keeps those of at most one for
-each stage from there to the end. With recomputation a stage keeps its inputs only and runs forward a second time.
+A classifier of scikit-learn's handwritten digits trains in four stages, with a thread for each. Then some steps are
+recorded in three modes. GPipe keeps the activations of all micro-batches. 1F1B keeps those of at most one micro-batch
+per remaining stage. With recomputation a stage keeps only its inputs and runs forward a second time.
 """
 
 import argparse
@@ -55,14 +55,14 @@ class Classifier(nn.Module):
 
 
 def pipe_of(model: nn.Module, schedule: str, checkpoint: str) -> weft.Pipe:
-    """Four stages, each with a thread of its own, so that stages overlap where there are cores for them."""
+    """Four stages, each in its own thread, so that stages overlap if there are enough cores."""
     settings = {"schedule": schedule, "checkpoint": checkpoint, "executor": "threads"}
     devices = ["cpu"] * STAGES
     return weft.Pipe(model, split=SPLIT, chunks=CHUNKS, devices=devices, loss=functional.cross_entropy, **settings)
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images, N x 64 from 0 to 1, and their digits: to learn from, and 297 held out."""
+    """Images, N x 64 from 0 to 1, and their digits: for training, and 297 held out."""
     bundled = load_digits()
     order = torch.randperm(len(bundled.target))
     images, digits = torch.tensor(bundled.images).float().flatten(1)[order] / 16, torch.tensor(bundled.target)[order]
@@ -70,7 +70,7 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class Training(NamedTuple):
-    """The loss of every step, and after some of them the share of held-out digits that is classified right."""
+    """The loss of every step, and the accuracy on held-out digits, in percent, after every tenth step."""
 
     losses: list[float]
     accuracies: list[tuple[float, float]]
@@ -96,14 +96,14 @@ def train(pipe: weft.Pipe, steps: int, data: tuple[Tensor, Tensor, Tensor, Tenso
 
 
 class Recording(NamedTuple):
-    """The quickest of some recorded steps with its time and bytes, and the forecast of all."""
+    """The fastest of several recorded steps, and the forecast that is derived from all of them."""
 
     step: weft.Recorder
     forecast: Forecast
 
 
 def record(model: nn.Module, schedule: str, checkpoint: str, batch: tuple[Tensor, Tensor]) -> Recording:
-    """Time and bytes are of the same step, so that the timeline and the memory curve have one time axis."""
+    """Record several steps. Time and bytes are of the same step, so that timeline and memory curve share an axis."""
     pipe = pipe_of(copy.deepcopy(model), schedule, checkpoint)
     alive_anyway = [*pipe.parameters(), *batch]
 
@@ -123,12 +123,11 @@ def record(model: nn.Module, schedule: str, checkpoint: str, batch: tuple[Tensor
 
 
 def seconds(recorder: weft.Recorder) -> float:
-    """From the first event to the end of the last."""
+    """Seconds from the first event to the end of the last one."""
     return max(event.end for event in recorder.events) - min(event.start for event in recorder.events)
 
 
 def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pipe) -> list[report.Section]:
-    """Contents of the page."""
     accuracy = report.line_chart(
         {"held out": training.accuracies},
         title="Held-out digits over steps",
@@ -136,7 +135,7 @@ def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pi
         y=report.Axis("% right"),
     )
     learned = [report.figure(report.loss_curve(training.losses)), report.figure(accuracy)]
-    # One end for all, so that a longer picture is a longer step.
+    # All timelines have the same end, so that their lengths can be compared.
     until = max(max(seconds(recording.step), recording.forecast.total) for recording in recordings.values())
     timelines: list[report.Markup] = []
     for name, recording in recordings.items():
@@ -162,12 +161,12 @@ def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pi
     ]
     crossing = [
         report.paragraph("Values of one micro-batch that go from stage to stage, from their source to their readers."),
-        report.figure(report.routes(pipe.routes, STAGES, title="What crosses")),
+        report.figure(report.routes(pipe.routes, STAGES, title="Crossing values")),
     ]
     return [
         report.summary({name: recording.step for name, recording in recordings.items()}),
-        report.Section("What it learned", learned),
-        report.Section("What crosses between stages", crossing),
+        report.Section("Training", learned),
+        report.Section("Values that cross between stages", crossing),
         report.Section("A step in time", timelines),
         report.Section("A step in memory", in_memory),
     ]
@@ -175,8 +174,8 @@ def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("torchweft-report"), help="the folder of the report")
-    parser.add_argument("--steps", type=int, default=80, help="of training")
+    parser.add_argument("--out", type=Path, default=Path("torchweft-report"), help="folder of the report")
+    parser.add_argument("--steps", type=int, default=80, help="training steps")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -185,7 +184,7 @@ def main() -> None:
     digits = data()
     model = Classifier()
     pipe = pipe_of(model, *WAYS["1f1b"])
-    print(f"a report: {STAGES} stages of {CHUNKS} micro-batches, three ways to run them")
+    print(f"a report: {STAGES} stages of {CHUNKS} micro-batches, three modes")
     training = train(pipe, options.steps, digits)
     print(f"  {training.accuracies[-1][1]:.1f}% of held-out digits right after {len(training.losses)} steps")
     batch = digits[0][:ROWS], digits[1][:ROWS]

@@ -28,7 +28,7 @@ import torchweft as weft
 SPLIT = ["middle_down", "middle_up", "fine_up"]  # a stage begins at each of them
 DEVICES = ["cpu"] * 4  # or "cuda:0", "cuda:1", ...
 ROWS, CHUNKS = 128, 8
-NOISE = 0.3  # standard deviation; grey values go from 0 to 1
+NOISE = 0.3  # standard deviation, for grey values from 0 to 1
 RATE = 4e-3
 LIMIT = 1e-10  # rounding error of float64, with a margin
 
@@ -39,9 +39,9 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Images N x 1 x H x W, H and W multiples of 4, to the same without their noise.
+    """Removes the noise of images N x 1 x H x W, where H and W are multiples of 4.
 
-    U-Net: Ronneberger et al., arXiv 1505.04597. The last layer gives the noise to subtract (Zhang et al., arXiv
+    U-Net: Ronneberger et al., arXiv 1505.04597. The last layer predicts the noise to subtract (Zhang et al., arXiv
     1608.03981).
     """
 
@@ -65,7 +65,7 @@ class UNet(nn.Module):
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """1500 images to learn from and 297 held out, 1 x 16 x 16 each, with grey values from 0 to 1."""
+    """1500 training images and 297 held-out ones, 1 x 16 x 16 each, with grey values from 0 to 1."""
     small = torch.tensor(load_digits().images).float().unsqueeze(1) / 16
     images = functional.interpolate(small, size=(16, 16), mode="bilinear")[torch.randperm(len(small))]
     return images[297:], images[:297]
@@ -84,37 +84,37 @@ def pipe_of(model: nn.Module, **settings) -> weft.Pipe:
 def train(pipe: weft.Pipe, images: Tensor, seconds: float) -> None:
     """Train with Adam, at a rate that falls as a cosine."""
     optimizer = torch.optim.Adam(pipe.parameters(), lr=RATE)
-    begin, taken = time.perf_counter(), []
-    while (spent := time.perf_counter() - begin) < seconds or not taken:
+    begin, durations = time.perf_counter(), []
+    while (spent := time.perf_counter() - begin) < seconds or not durations:
         for group in optimizer.param_groups:
-            warm_up = min(1.0, (len(taken) + 1) / 10)
+            warm_up = min(1.0, (len(durations) + 1) / 10)
             group["lr"] = RATE * warm_up * (0.525 + 0.475 * math.cos(math.pi * min(1.0, spent / seconds)))
         clean = images[torch.randint(len(images), (ROWS,))]
         optimizer.zero_grad()
         loss = pipe(with_noise(clean), target=clean)
         loss.backward()
         optimizer.step()
-        taken.append(time.perf_counter() - begin - spent)
-        if len(taken) % 50 == 0:
-            print(f"  step {len(taken)}   loss {loss.item():.4f}   {spent:.0f} s", flush=True)
-    print(f"  {len(taken)} steps of {ROWS} images, {median(taken) * 1e3:.0f} ms each")
+        durations.append(time.perf_counter() - begin - spent)
+        if len(durations) % 50 == 0:
+            print(f"  step {len(durations)}   loss {loss.item():.4f}   {spent:.0f} s", flush=True)
+    print(f"  {len(durations)} steps of {ROWS} images, {median(durations) * 1e3:.0f} ms each")
 
 
 def plain_milliseconds(model: nn.Module, clean: Tensor) -> float:
     """The median time of the same step without a pipe, on a copy."""
-    model, noisy, taken = copy.deepcopy(model), with_noise(clean), []
+    model, noisy, durations = copy.deepcopy(model), with_noise(clean), []
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     for _ in range(9):
         start = time.perf_counter()
         optimizer.zero_grad()
         functional.mse_loss(model(noisy), clean).backward()
         optimizer.step()
-        taken.append(time.perf_counter() - start)
-    return median(taken[2:]) * 1e3
+        durations.append(time.perf_counter() - start)
+    return median(durations[2:]) * 1e3
 
 
 def gradients(module: nn.Module, loss_of, image: Tensor) -> list[Tensor]:
-    """Of the input and of all parameters."""
+    """The gradients of the input and of all parameters."""
     image = image.clone().requires_grad_()
     return list(torch.autograd.grad(loss_of(image), [image, *module.parameters()]))
 
@@ -124,13 +124,13 @@ def largest_difference(model: nn.Module, clean: Tensor) -> float:
     plain = copy.deepcopy(model).double()
     clean = clean.double()
     noisy = with_noise(clean)
-    wanted = gradients(plain, lambda image: functional.mse_loss(plain(image), clean), noisy)
+    expected = gradients(plain, lambda image: functional.mse_loss(plain(image), clean), noisy)
     worst = 0.0
     for schedule in ("gpipe", "1f1b"):
         for checkpoint in ("never", "except_last", "always"):
             pipe = pipe_of(copy.deepcopy(plain), schedule=schedule, checkpoint=checkpoint, executor="threads")
-            found = gradients(pipe, lambda image, pipe=pipe: pipe(image, target=clean), noisy)
-            worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)))
+            actual = gradients(pipe, lambda image, pipe=pipe: pipe(image, target=clean), noisy)
+            worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True)))
     return worst
 
 
@@ -141,7 +141,7 @@ def psnr(images: Tensor, clean: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of training")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of training")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)

@@ -43,7 +43,7 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Images N x 1 x H x W, H and W multiples of 4, to the same without their noise."""
+    """Removes the noise of images N x 1 x H x W, where H and W are multiples of 4."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def make_model() -> nn.Module:
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """The noisy and the clean images of a step. They depend on its number only, so a repeated step is the same."""
+    """The noisy and the clean images of a step. They depend only on its number, so a step can be repeated exactly."""
     torch.manual_seed(step)
     clean = functional.interpolate(torch.rand(ROWS, 1, 4, 4).double(), size=(16, 16), mode="bilinear")
     return clean + NOISE * torch.randn_like(clean), clean
@@ -115,8 +115,7 @@ def train_rank(folder: Path, steps: int, lose_at: int) -> None:
 
 
 def start_ranks(size: int, *words: str) -> tuple[int, str]:
-    """Start this script as `size` ranks by torchrun, and wait. Returns the exit code and the errors; leaves no
-    process."""
+    """Run this script as `size` ranks by torchrun. Returns the exit code and standard error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     agent = subprocess.Popen([*command, *words], env=environment, stderr=subprocess.PIPE, text=True)
@@ -153,8 +152,8 @@ def main(steps: int) -> None:
         _, errors = start_ranks(3, *words, "--lose-at", str(LOSE_AT))
         saved = weft.checkpoint.load(Path(folder) / "latest", UNet(WIDTH).double())["step"]
         if "SIGKILL" not in errors or saved != LOSE_AT // SAVE_EVERY * SAVE_EVERY:
-            raise SystemExit(f"the loss of a rank was planned, but this happened after step {saved}:\n{errors}")
-        print(f"  rank {LOST_RANK} was killed in step {LOSE_AT + 1}; two ranks go on after step {saved}", flush=True)
+            raise SystemExit(f"expected the loss of a rank, but got this after step {saved}:\n{errors}")
+        print(f"  rank {LOST_RANK} was killed in step {LOSE_AT + 1}; two ranks continue after step {saved}", flush=True)
         code, errors = start_ranks(2, *words)
         if code:
             raise SystemExit(f"the second start ended with code {code}:\n{errors}")
@@ -168,12 +167,12 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--folder", type=Path, help="of the checkpoints, under torchrun")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoints, under torchrun")
     parser.add_argument("--lose-at", type=int, default=-1, help="kill one rank before this step, under torchrun")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        main(given.steps)
-    elif given.folder is None:
+        main(arguments.steps)
+    elif arguments.folder is None:
         parser.error("under torchrun, --folder must be given")
     else:
-        train_rank(given.folder, given.steps, given.lose_at)
+        train_rank(arguments.folder, arguments.steps, arguments.lose_at)

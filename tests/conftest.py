@@ -5,7 +5,7 @@
     hypothesis profiles     "ci" if CI is set, else "torchweft"; fewer examples without --all
     cuda marker             skipped, by name, without a GPU
     long marker             omitted without --all, unless the file or the test is named
-    grids                   likewise without --all: at most four points of the parameters of a test
+    grids                   likewise without --all: at most three points of the parameters of a test
     compiled cells          not optimized in a quick run, unless a test uses the fixture `optimized_cells`
     Ctrl-C                  works as in a shell, even if the tests were started in the background, which ignores it
     threads                 a test that leaves a thread of torchweft alive fails
@@ -64,7 +64,7 @@ settings.register_profile("torchweft", deadline=None, max_examples=25, suppress_
 settings.register_profile("ci", settings.get_profile("torchweft"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "torchweft")
 
-POINTS = 4  # of the parameters of each test in a quick run
+POINTS = 3  # of the parameters of each test in a quick run
 GRACE = 5.0  # seconds that the threads of a test can take to end
 _failed = pytest.StashKey[bool]()
 

@@ -1,4 +1,4 @@
-"""Child processes, for programs that the type checks, threads or memory of this process would disturb, and forks."""
+"""Child processes: forks, and programs that the type checks, threads or memory of this process would disturb."""
 
 import gc
 import os
@@ -45,7 +45,7 @@ def torchrun(size: int, script: Path, *words: str, seconds: float = 180.0) -> "s
 
 
 def python(program: str, *words: str, **variables: str | None) -> "subprocess.CompletedProcess[str]":
-    """Run a Python program in the same way. It can import tests."""
+    """Run the text of a Python program, as `run` does. It can import `tests`."""
     return run([sys.executable, "-c", program, *words], **variables)
 
 

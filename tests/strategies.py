@@ -26,8 +26,8 @@ def valid_schedules(
         actions += [Action(stage, kind, i) for kind in kinds]
     owner = _owners(draw, stages)
     rows: list[list[Action]] = [[] for _ in range(max(owner) + 1)]
-    wishes = draw(st.permutations(actions))
-    for action in _topological(wishes):
+    preferred = draw(st.permutations(actions))
+    for action in _topological(preferred):
         rows[owner[action.stage]].append(action)
     return Schedule(tuple(map(tuple, rows)))
 
@@ -39,7 +39,7 @@ def any_schedules(most_stages: int = 4, most_micro_batches: int = 4) -> st.Searc
 
 
 def fitting_schedules(stages: int) -> list[str]:
-    """The names of the schedules for so many stages. Some place two stages on each worker."""
+    """Names of the schedules that support this number of stages. Some place two stages on each worker."""
     return [name for name in SCHEDULES if stages % 2 == 0 or name in ("gpipe", "1f1b", "zero_bubble")]
 
 
@@ -52,9 +52,9 @@ def _owners(draw: st.DrawFn, stages: int) -> list[int]:
     return [names[worker] for worker in drawn]
 
 
-def _topological(wishes: list[Action]) -> list[Action]:
-    """Repeatedly take the first wish that can run. Can produce every order that satisfies the dependences."""
-    waiting = dict.fromkeys(wishes)
+def _topological(preferred: list[Action]) -> list[Action]:
+    """Repeatedly take the first action that can run. Can produce every order that satisfies the dependences."""
+    waiting = dict.fromkeys(preferred)
     order: list[Action] = []
     while waiting:
         order.append(next(a for a in waiting if not any(need in waiting for need in needs(a))))
@@ -71,8 +71,8 @@ SKIP_KINDS = ("main", "input", "fresh", "integer", "none")
 def model_plans(draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3, dropout: bool = False) -> ModelPlan:
     """Models of any depth, cut anywhere, with skips of all kinds and any readers, even within a stage.
 
-    With `dropout`, many layers draw random numbers. The first layer is trainable and the main path never ends, so every
-    model can be trained.
+    With `dropout`, many layers draw random numbers. Every model can be trained, because its first layer is trainable
+    and its main path is unbroken.
     """
     ops = (*OPS, "dropout", "dropout", "dropout") if dropout else OPS
     depth = draw(st.integers(1, most_layers))
@@ -135,7 +135,7 @@ class _Among:
         return f"Among({sorted(self._pairs)})"
 
 
-def splitting(schedule: Schedule) -> Schedule:
-    """The same order with all forwards of a worker first, so that the loss can be outside."""
+def forwards_first(schedule: Schedule) -> Schedule:
+    """The same order with all forwards of a worker first, so that the loss can be computed outside the pipe."""
     forward, backward = schedule.forward_only, schedule.backward_only
     return Schedule(tuple(f + b for f, b in zip(forward.workers, backward.workers, strict=True)))

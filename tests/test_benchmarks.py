@@ -67,7 +67,7 @@ def test_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[str
 def test_targets_after_a_lost_directory_can_be_reached() -> None:
     figures = survive_directory.away(1.0)
     if not figures:
-        pytest.skip("a directory that is away: needs etcd")
+        pytest.skip("unavailable directory: needs etcd")
     assert all(figure.holds for figure in figures)
 
 
@@ -79,7 +79,7 @@ def test_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixture[
 
 
 def test_unsteady_times_are_left_out() -> None:
-    """Wall and processor time are judged apart, by the middle half of the rounds of the plain loop."""
+    """Wall and CPU times are judged separately, by the middle half of the rounds of the plain loop."""
     row = {
         "measure": "overhead",
         "case": "gpipe",
@@ -97,19 +97,19 @@ def test_unsteady_times_are_left_out() -> None:
 
 
 def test_rounds_of_a_slow_machine_do_not_count() -> None:
-    """The speed is that of a fixed work, so that no candidate decides which rounds count."""
+    """Speed is measured on fixed work, so that no candidate influences which rounds count."""
     quiet, busy, slow = (processes.Round({}, {}, *load) for load in [(0.05, 1.1), (0.5, 1.0), (0.0, 1.5)])
     assert quiet.disturbance(1.0) <= 1 < slow.disturbance(1.0) < busy.disturbance(1.0)
 
 
 def test_expected_bytes_count_a_value_once_per_rank() -> None:
     """Two ranks with two of four blocks each: a value with two readers on the other rank crosses once each way."""
-    found = rank_checks.expected_bytes(rank_checks.Skips([[0], [], [], []], [[], [0], [0], [0]]), [0, 1, 0, 1])
+    sizes = rank_checks.expected_bytes(rank_checks.Skips([[0], [], [], []], [[], [0], [0], [0]]), [0, 1, 0, 1])
     main, skip = 8 * 16 * 4, 8 * 20 * 4
-    assert found == {(0, 1): [main, main, main, skip], (1, 0): [main, main, main, skip]}
+    assert sizes == {(0, 1): [main, main, main, skip], (1, 0): [main, main, main, skip]}
 
 
-def test_name_stands_for_a_capability_or_for_one_benchmark() -> None:
+def test_name_selects_a_capability_or_one_benchmark() -> None:
     assert command.chosen([]) == command.chosen(["pipeline", "recurrent", "experts"]) == list(command.benchmarks())
     assert {name.partition(".")[0] for name in command.chosen(["recurrent"])} == {"recurrent"}
     assert command.chosen(["pipeline.sleep", "pipeline.sleep"]) == ["pipeline.sleep"]
@@ -165,12 +165,12 @@ def test_disturbed_round_of_laps_is_run_again(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("undisturbed")
 def test_race_against_the_clock_samples_every_candidate() -> None:
-    """In every round, for a minimum time."""
+    """Each sample lasts at least `SAMPLE` seconds."""
     ran: list[str] = []
     start = time.perf_counter()
     result = race_for({name: lambda name=name: (time.sleep(0.01), ran.append(name)) for name in "ab"}, 0.0)
     assert time.perf_counter() - start >= 4 * SAMPLE
-    # One call each, to learn its duration. Then two rounds with another first candidate: b runs twice in a row.
+    # One call each measures its duration. The first candidate of the two rounds alternates, so b runs twice in a row.
     turns = [name for name, before in zip(ran, ["", *ran], strict=False) if name != before]
     assert turns == list("ababa")
     assert {len(seconds) for seconds in result.seconds.values()} == {2}
@@ -230,8 +230,8 @@ def test_memory_peak_counts_outputs_and_gradients() -> None:
     sequence = steps * batch * width * 4
     assert peak.trains
     assert peak.kept == "states"
-    assert peak.forecast >= 3 * sequence  # outputs, states that are no outputs, gradients of inputs
-    assert peak.measured >= 0.95 * peak.forecast  # what else the machine does makes no memory resident
+    assert peak.forecast >= 3 * sequence  # outputs, states that are not outputs, input gradients
+    assert peak.measured >= 0.95 * peak.forecast  # other processes cannot add to this peak
 
 
 @pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc/stat")
@@ -240,7 +240,7 @@ def test_time_of_a_process_is_read_after_its_name() -> None:
 
 
 def test_rate_of_many_callers_is_the_sum_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = threading.local()  # of every caller
+    clock = threading.local()  # one clock per caller
     now = SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0))
     monkeypatch.setattr(callers, "time", now)
 
@@ -256,7 +256,7 @@ def test_failing_caller_is_reported_and_the_others_end() -> None:
         callers.rate([lambda: None, lambda: 1 // 0], 600.0)
 
 
-def test_dying_helper_reports_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dying_helper_reports_its_last_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dying.py").write_text("raise SystemExit('no more')")
     monkeypatch.setattr(helper, "PROGRAMS", tmp_path)
     with (
@@ -267,7 +267,7 @@ def test_dying_helper_reports_its_last_words(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc")
-def test_nothing_that_a_helper_started_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_helper_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     (tmp_path / "parent.py").write_text(child + "\nprint('{}', flush=True); sys.stdin.read()")
     monkeypatch.setattr(helper, "PROGRAMS", tmp_path)
@@ -275,7 +275,7 @@ def test_nothing_that_a_helper_started_outlives_it(tmp_path: Path, monkeypatch: 
         assert parent.hear() == {}
         processes = parent.processes
         assert len(processes) == 2
-    while any(_runs(process) for process in processes):  # up to the time limit of all tests
+    while any(_runs(process) for process in processes):  # until the time limit of the test
         time.sleep(0.01)
 
 
@@ -287,15 +287,15 @@ def _runs(process: int) -> bool:
 
 @pytest.mark.long
 def test_peer_that_cannot_be_installed_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_way() -> str:
+    def fail_to_install() -> str:
         raise peer.NoPeer("cannot be installed: no network")
 
-    monkeypatch.setattr(peer, "python", no_way)
+    monkeypatch.setattr(peer, "python", fail_to_install)
     with ExitStack() as stack:
         servers = throughput.Servers(stack, 8, with_peer=True)
-        found = servers.race(throughput.Point(1, 1, False), 0.01, 1)
+        result = servers.race(throughput.Point(1, 1, False), 0.01, 1)
     assert servers.peer is None and servers.why == "cannot be installed: no network"
-    assert set(found.seconds) == {throughput.IDEAL, throughput.WEFT, throughput.BARE}
+    assert set(result.seconds) == {throughput.IDEAL, throughput.WEFT, throughput.BARE}
 
 
 @pytest.mark.parametrize(("value", "small", "large"), [(1.0, "holds", "falls short"), (3.0, "falls short", "holds")])
@@ -310,7 +310,7 @@ def test_table_aligns_columns_that_some_rows_lack() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_command_names_its_needs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(["gpu"])
     assert ended.value.code == 0

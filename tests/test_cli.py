@@ -20,7 +20,7 @@ from torchweft.pipeline.schedule import SCHEDULES, Schedule, one_f_one_b
 
 
 def run_rejected(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit code and the text on standard error."""
+    """Run a command line that must fail. Returns its exit code and standard error."""
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     code = stop.value.code
@@ -42,13 +42,13 @@ def test_plan_uses_the_given_costs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "takes 20, idle 0.0% of the time of 1 workers" in capsys.readouterr().out
 
 
-def test_plan_takes_every_name_of_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_accepts_every_schedule_name(capsys: pytest.CaptureFixture[str]) -> None:
     for name, make in SCHEDULES.items():
         assert main(["plan", "--stages", "4", "--chunks", "5", "--schedule", name]) == 0
         assert Schedule.parse(capsys.readouterr().out.partition("\n\n")[0]) == make(4, 5)
 
 
-def test_plan_takes_a_table_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_a_table_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "table.csv"
     file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", "utf-8")
     assert main(["plan", "--stages", "2", "--chunks", "2", "--schedule", str(file)]) == 0
@@ -106,7 +106,7 @@ print("imported:", *{"torch", "numpy", "grpc"} & set(sys.modules))
 
 @pytest.mark.parametrize("words", ["--help", "--version", "plan --help", "serve --help", "serv", "status --adress x"])
 def test_help_version_and_misuse_import_no_torch(words: str) -> None:
-    """The import of PyTorch takes seconds, which a command must cost only if it needs PyTorch."""
+    """Importing PyTorch takes seconds, so only commands that need it can import it."""
     done = python(_IMPORTED, *words.split())
     assert done.stdout.splitlines()[-1] == "imported:", done.stdout + done.stderr
 
@@ -116,12 +116,12 @@ def test_names_in_the_help_are_those_of_the_schedules() -> None:
 
 
 def test_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(name: str) -> str:
+    def not_installed(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     assert weft.__version__ == __version__ and "__version__" in dir(weft)
     file = str(SOURCE / "torchweft" / "core" / "version.py")
-    monkeypatch.setattr(importlib.metadata, "version", none)
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
     assert runpy.run_path(file)["__version__"] == "0+not.installed"
     monkeypatch.setattr(importlib.metadata, "version", {"torchweft": "1.2.3"}.__getitem__)
     assert runpy.run_path(file)["__version__"] == "1.2.3"
@@ -306,12 +306,12 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "torchweft"
     script.write_text(capsys.readouterr().out)
-    for words, wanted in (("ser", "serve"), ("plan --sched", "--schedule"), ("completion z", "zsh")):
+    for words, completion in (("ser", "serve"), ("plan --sched", "--schedule"), ("completion z", "zsh")):
         line = f"torchweft {words}".split()
         program = f"source {script}; COMP_WORDS=({' '.join(line)}); COMP_CWORD={len(line) - 1}"
         program += '; _shtab_torchweft; echo "${COMPREPLY[*]}"'
         done = subprocess.run([bash, "-c", program], capture_output=True, text=True, check=False)
-        assert done.stdout.split() == [wanted], (words, done)
+        assert done.stdout.split() == [completion], (words, done)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""do.py installs exactly when it must, reports what it does, and passes exit codes on. No network, no pip."""
+"""do.py installs only when necessary, reports its actions, and passes exit codes on. Runs without network and pip."""
 
 import importlib.util
 import os
@@ -51,7 +51,7 @@ class Shell:
 
 @pytest.fixture
 def do(tmp_path: Path) -> ModuleType:
-    """A copy of do.py in a repository of its own."""
+    """A copy of do.py in a temporary repository."""
     shutil.copy(SOURCE, tmp_path)
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     (tmp_path / "constraints.txt").write_text("torch==2.13.0\n")
@@ -95,7 +95,7 @@ def test_each_command_runs_its_module_with_its_words(
 
 
 def test_second_run_installs_nothing(do: ModuleType, shell: Shell) -> None:
-    """Not even with changed sources."""
+    """Changed sources do not cause an install either."""
     do.main(["test"])
     (do.ROOT / "module.py").write_text("x = 1")
     for args in (["test"], ["check"], []):
@@ -108,7 +108,7 @@ def test_second_run_installs_nothing(do: ModuleType, shell: Shell) -> None:
 def test_changed_metadata_installs_again_into_the_same_venv(
     do: ModuleType, shell: Shell, name: str, during: bool
 ) -> None:
-    """Also if they change during an install, which may have read them before."""
+    """A change during an install counts too, because pip can have read the old file."""
 
     def change() -> None:
         (do.ROOT / name).write_text("changed")

@@ -59,7 +59,7 @@ RAW = "https://raw.githubusercontent.com/torchweft-ml/torchweft/main/"
 
 
 def long_for_tutorials(page: Path) -> Any:
-    """A page as a parameter. Tutorials train for 10 to 60 seconds each."""
+    """A page as a test parameter. Tutorials are `long`, because each trains for 10 to 60 seconds."""
     return pytest.param(page, marks=pytest.mark.long if page.parent.name == "tutorials" else (), id=page.name)
 
 
@@ -82,9 +82,9 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
                 assert without_numbers(printed.getvalue()) == without_numbers(match.group(2)), f"{page.name}:{line}"
     finally:
         for process in [value for value in names.values() if isinstance(value, subprocess.Popen)]:
-            with process:  # which a page that failed has left running
+            with process:  # left running by a page that failed
                 process.kill()
-        # A class of `@skippable` stays in a table, and its functions would keep pipes with their threads.
+        # Classes decorated with `@skippable` stay registered. Their functions would keep pipes and threads alive.
         names.clear()
 
 
@@ -103,8 +103,8 @@ def test_code_for_torchrun_runs_on_two_ranks(page: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: page.name)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    """Also those with an address in this repository, which README needs on PyPI."""
+def test_links_of_a_page_have_targets(page: Path) -> None:
+    """Absolute links into this repository, which README needs on PyPI, must lead to a file too."""
     text = page.read_text(encoding="utf-8")
     missing: list[str] = []
     for link in (*LINK.findall(text), *PICTURE.findall(text)):
@@ -128,7 +128,7 @@ def test_site_navigates_to_every_page_of_docs() -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "SECURITY.md"])
 def test_page_that_is_shown_elsewhere_has_no_relative_link(name: str) -> None:
-    """PyPI shows README without the repository around it, and removes all but an ``img`` from a ``picture``."""
+    """PyPI shows README outside the repository, and removes everything but ``img`` from a ``picture``."""
     text = (ROOT / name).read_text(encoding="utf-8")
     links = [*LINK.findall(text), *PICTURE.findall(text)]
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
@@ -172,7 +172,7 @@ def test_example_of_every_public_name_runs(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=OPTIONS)
     package = importlib.import_module(module)
-    without: list[str] = []
+    without_example: list[str] = []
     for name in ["__doc__", *package.__all__]:
         thing = package if name == "__doc__" else getattr(package, name)
         if thing is not package and not inspect.isclass(thing) and not inspect.isfunction(thing):
@@ -182,11 +182,11 @@ def test_example_of_every_public_name_runs(
         example = parser.get_doctest(text, names, f"{module}.{name}", inspect.getsourcefile(thing), None)
         error = inspect.isclass(thing) and issubclass(thing, Exception)  # `weft.errors` has one example for all
         if not example.examples:
-            without += [] if error or (thing is package and module != "torchweft.errors") else [name]
+            without_example += [] if error or (thing is package and module != "torchweft.errors") else [name]
         elif thing is package or module == "torchweft" or name not in weft.__all__:  # each example once
             torch.manual_seed(0)
             runner.run(example)
-    assert without == [], "no example (a line that begins with >>>) in the docstring"
+    assert without_example == [], "no example (a line that begins with >>>) in the docstring"
     assert runner.failures == 0, capsys.readouterr().out
 
 

@@ -25,16 +25,16 @@ import torch, torch.distributed as dist, torchweft as weft
 from examples import gpt2_pipeline
 
 torch.set_num_threads(1)
-_, alone, wanted = gpt2_pipeline.train(steps=4, stages=2, seed=0)
+_, alone, expected = gpt2_pipeline.train(steps=4, stages=2, seed=0)
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 weft.Pipe = functools.partial(weft.Pipe, group=dist.group.WORLD)
 _, pipe, losses = gpt2_pipeline.train(steps=4, stages=2, seed=0)
-torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=1e-5)
-whole = dict(alone.named_parameters())
-mine = dict(pipe.named_parameters())
-assert 0 < len(mine) < len(whole), (len(mine), len(whole))
-for name, parameter in mine.items():
-    torch.testing.assert_close(parameter, whole[name], rtol=1e-3, atol=1e-4)
+torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+every = dict(alone.named_parameters())
+local = dict(pipe.named_parameters())
+assert 0 < len(local) < len(every), (len(local), len(every))
+for name, parameter in local.items():
+    torch.testing.assert_close(parameter, every[name], rtol=1e-3, atol=1e-4)
 dist.destroy_process_group()
 """
 

@@ -1,4 +1,4 @@
-"""The computed pictures are those of the repository, their colours differ in lightness, and they can stand still."""
+"""Computed pictures are up to date, their colours differ in lightness, and their animation can be turned off."""
 
 import importlib.util
 import re
@@ -37,7 +37,7 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_picture_is_the_one_in_docs(name: str) -> None:
-    """After a change of a schedule or of three_cuts.svg: ``python tools/pictures.py``."""
+    """After a change of a schedule or of three_cuts.svg, run ``python tools/pictures.py``."""
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == TEXTS[name]
 
 
@@ -60,7 +60,7 @@ def test_picture_is_described_and_loads_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["schedules.svg", "schedules_dark.svg"])
-def test_moving_picture_stands_still_where_that_is_asked(name: str) -> None:
+def test_animation_stops_under_reduced_motion(name: str) -> None:
     still = re.search(r"prefers-reduced-motion: reduce\) \{(.*)\}", TEXTS[name])
     moving = set(re.findall(r"\.(\w+) \{[^}]*animation: (?!none)", TEXTS[name]))
     assert still and moving == set(re.findall(r"\.(\w+)", still.group(1)))

@@ -1,4 +1,4 @@
-"""The rules of the project: layers, lint, types, a cheap import, documented public names, files of a readable size."""
+"""Rules of the project: layers, lint, types, import time, documented public names, and file sizes."""
 
 import ast
 import importlib.util
@@ -15,11 +15,11 @@ import torch
 from tests.processes import ROOT, SOURCE, python, run
 
 FILES = sorted(SOURCE.rglob("*.py"))
-MOST_LINES = 600  # of a file
+MOST_LINES = 600  # per file
 GLOSSARY, PLAIN_WORDS = ROOT / "docs" / "glossary.md", ROOT / "tests" / "plain_words.txt"
-MOST_SECONDS = 0.050  # of `import torchweft`, beyond `import torch`
+MOST_SECONDS = 0.050  # for `import torchweft` after `import torch`
 
-# A program for a new interpreter, which measures what `import torchweft` adds to `import torch`.
+# Program for a new interpreter: measures the time and the modules that `import torchweft` adds to `import torch`.
 PROBE = """
 import json, sys, time
 import torch
@@ -51,14 +51,14 @@ def test_check_holds(name: str) -> None:
     if not tool.exists():
         pytest.skip(f"{name}: there is no {tool.name} in {tool.parent}; the extra `test` brings it")
     if name == "pyright" and f"torch=={torch.__version__.split('+')[0]}\n" not in PINNED:
-        pytest.skip(f"{name}: PyTorch {torch.__version__} annotates itself otherwise than that of constraints.txt")
+        pytest.skip(f"{name}: PyTorch {torch.__version__} has other annotations than the version in constraints.txt")
     seen = run(CHECKS[name])
-    assert seen.returncode == 0, f"{name} says:\n{seen.stdout}{seen.stderr}"
+    assert seen.returncode == 0, f"{name} reported:\n{seen.stdout}{seen.stderr}"
 
 
 @pytest.fixture(scope="module")
 def imports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, list[str]]]:
-    """Seconds and new modules of `import torchweft` in several new interpreters, until one is fast enough."""
+    """Seconds and new modules of `import torchweft` in new interpreters, repeated until one is fast enough."""
     # With bytecode, like an installed torchweft. The first run writes it.
     cache = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
     measured: list[tuple[float, list[str]]] = []
@@ -71,28 +71,29 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, list[
 
 @pytest.mark.long
 def test_import_torchweft_takes_at_most_50_ms_beyond_torch(imports: list[tuple[float, list[str]]]) -> None:
-    # Noise of the machine only adds time, so the smallest of several runs is the most accurate.
+    # Noise only adds time, so the smallest of several runs is the most accurate.
     costs = [cost for cost, _ in imports]
     assert min(costs) <= MOST_SECONDS, f"seconds beyond torch, in {len(costs)} runs: {costs}"
 
 
+@pytest.mark.long
 def test_import_torchweft_loads_no_further_third_party_module(imports: list[tuple[float, list[str]]]) -> None:
-    brought = {module.partition(".")[0] for module in imports[0][1]}
-    assert brought - sys.stdlib_module_names <= {"torchweft", "torch"}
+    imported = {module.partition(".")[0] for module in imports[0][1]}
+    assert imported - sys.stdlib_module_names <= {"torchweft", "torch"}
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
-    import torchweft as weft  # noqa: PLC0415  (a broken package must fail this test alone, not the collection of all)
+    import torchweft as weft  # noqa: PLC0415  (a broken package must fail only this test, not all collection)
 
     assert weft.__doc__
     assert len(weft.__all__) == len(set(weft.__all__))
     for name in weft.__all__:
         thing = getattr(weft, name)
         text = thing.__doc__ if inspect.isclass(thing) or inspect.ismodule(thing) else inspect.getdoc(thing)
-        assert text and text.strip(), f"torchweft.{name} has no docstring of its own"
+        assert text and text.strip(), f"torchweft.{name} has no own docstring"
 
 
-def test_every_source_file_opens_with_its_reason() -> None:
+def test_every_source_file_has_a_module_docstring() -> None:
     bare = [str(file.relative_to(ROOT)) for file in FILES if not ast.get_docstring(ast.parse(file.read_text("utf-8")))]
     assert not bare, f"no module docstring in: {bare}"
 
@@ -108,7 +109,7 @@ def words_of(name: str) -> list[str]:
 
 
 def stems(word: str) -> set[str]:
-    """A word, and its possible singulars."""
+    """The word and its possible singular forms."""
     return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
@@ -130,7 +131,7 @@ def test_every_noun_of_a_name_is_in_the_glossary_or_plain() -> None:
     )
     used = {stem for name in names for word in words_of(name) for stem in stems(word)}
     plain = {word for line in lines for word in words_of(line)}
-    assert {word for word in plain if not stems(word) & used} == set(), "words that would only let bad names pass"
+    assert {word for word in plain if not stems(word) & used} == set(), "plain words that no name uses any more"
 
 
 def test_only_the_tree_module_touches_the_pytree_of_torch() -> None:
@@ -138,13 +139,13 @@ def test_only_the_tree_module_touches_the_pytree_of_torch() -> None:
     assert users in ([], ["torchweft/core/pytree.py"])
 
 
-def test_sdist_holds_what_the_repository_holds() -> None:
+def test_sdist_contains_the_whole_repository() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     included = {name.strip("/") for name in settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]}
-    included |= {"README.md", "LICENSE", "pyproject.toml"}  # which the build adds itself
+    included |= {"README.md", "LICENSE", "pyproject.toml"}  # added by the build itself
     listed = run(["git", "ls-files"])
     if listed.returncode:
-        pytest.skip("sdist: this is no checkout of git's, so what belongs to it is not known")
+        pytest.skip("sdist: needs a git checkout, which lists the files")
     top = {name.partition("/")[0] for name in listed.stdout.splitlines()}
     assert included == {name for name in top if not name.startswith(".")}
     assert {"deploy", "CONTRIBUTING.md"} <= included
@@ -152,16 +153,16 @@ def test_sdist_holds_what_the_repository_holds() -> None:
     assert "Programming Language :: Python :: 3.11" in settings["project"]["classifiers"]
 
 
-def test_no_text_names_the_package_of_a_stranger() -> None:
-    """On PyPI, ``weft`` is another project. A text with `pip install` and that name would install its code."""
+def test_no_text_installs_the_unrelated_weft() -> None:
+    """On PyPI, ``weft`` is an unrelated project, so `pip install` with that name would install its code."""
     listed = run(["git", "ls-files"])
     if listed.returncode:
-        pytest.skip("names: this is no checkout of git's, so what belongs to it is not known")
-    stranger = re.compile(r"""(?<![\w.-])(?:pip3? install(?: -\S+)* ["']?weft(?![\w-])|weft\[)""")
+        pytest.skip("names: needs a git checkout, which lists the files")
+    unrelated = re.compile(r"""(?<![\w.-])(?:pip3? install(?: -\S+)* ["']?weft(?![\w-])|weft\[)""")
     found: dict[str, list[str]] = {}
     for name in listed.stdout.splitlines():
         content = (ROOT / name).read_bytes() if (ROOT / name).is_file() else b""
-        if b"\0" not in content and (words := stranger.findall(content.decode("utf-8", "replace"))):
+        if b"\0" not in content and (words := unrelated.findall(content.decode("utf-8", "replace"))):
             found[name] = words
     assert found == {}, "the distribution is torchweft"
 

@@ -21,9 +21,9 @@ INTERNAL = {
     "RefusedByEtcdError",
     "Unsupported",
 }
-"""Errors that reach a caller only as a parent class, or never."""
+"""Errors that users see only as a parent class, or never."""
 
-TOUCHED = """
+ON_ACCESS = """
 import sys
 import torchweft as weft
 assert not [name for name in sys.modules if name.startswith(("torchweft.recurrent", "torchweft.experts",
@@ -42,7 +42,7 @@ else:
     raise AssertionError
 """
 
-WITHOUT = """
+WITHOUT_GRPC = """
 import sys
 sys.modules["grpc"] = None  # as if it were not installed
 import torchweft as weft
@@ -58,26 +58,26 @@ else:
 
 @pytest.mark.parametrize("module", LAZY)
 def test_every_public_name_is_found_and_known_to_type_checkers(module: str) -> None:
-    found = importlib.import_module(module)
-    text = Path(found.__file__ or "").read_text("utf-8")
+    package = importlib.import_module(module)
+    text = Path(package.__file__ or "").read_text("utf-8")
     tree = ast.parse(text)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    told = {alias.name for node in imports for alias in node.names}
+    known = {alias.name for node in imports for alias in node.names}
     stars = [importlib.import_module(node.module or "") for node in imports if node.names[0].name == "*"]
-    told |= {name for star in stars for name in vars(star)}
-    told |= {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    assert {*found.__all__} <= told
-    for name in found.__all__:
-        assert getattr(found, name) is not None and name in dir(found)
+    known |= {name for star in stars for name in vars(star)}
+    known |= {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert {*package.__all__} <= known
+    for name in package.__all__:
+        assert getattr(package, name) is not None and name in dir(package)
 
 
-def test_name_is_loaded_when_it_is_touched() -> None:
-    done = python(TOUCHED)
+def test_name_is_loaded_on_access() -> None:
+    done = python(ON_ACCESS)
     assert done.returncode == 0, done.stderr
 
 
 def test_without_the_extra_only_its_names_are_missing() -> None:
-    done = python(WITHOUT)
+    done = python(WITHOUT_GRPC)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and the script of the tutorials makes certificates."""
+"""All cells of the notebooks run, and the script of the tutorials creates certificates."""
 
 import json
 import re
@@ -14,9 +14,10 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 SCRIPT = ROOT / "deploy" / "make-certificates.sh"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_of_a_notebook_run(path: Path) -> None:
-    """Cells that install packages (`%pip`) are left out."""
+    """Cells that install packages (`%pip`) are skipped."""
     notebook = json.loads(path.read_text("utf-8"))
     names: dict[str, Any] = {"__name__": path.stem}
     for number, cell in enumerate(notebook["cells"]):
@@ -72,7 +73,7 @@ def test_renewed_certificate_keeps_key_and_authority(tmp_path: Path) -> None:
     "words",
     [("server",), ("client", "a", "b"), ("client", "../a"), ("client", "a\nb"), ("server", ""), ("guest", "a")],
 )
-def test_wrong_request_for_a_certificate_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_wrong_request_for_a_certificate_is_rejected(words: tuple[str, ...], tmp_path: Path) -> None:
     done = make_certificates(tmp_path / "new", *words)
     assert done.returncode == 2 and done.stderr.startswith("make-certificates.sh: ")
     assert not (tmp_path / "new").exists()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the pictures of README and docs/ that are computed.
+"""Write the computed pictures of README and docs/.
 
     python tools/pictures.py [FOLDER]      FOLDER is docs by default
 
@@ -7,10 +7,10 @@ schedules.svg, schedules_dark.svg       a step under gpipe that turns into the s
 three_cuts_dark.svg, three_cuts_narrow.svg, three_cuts_narrow_dark.svg
                                         docs/three_cuts.svg, which is drawn by hand, for dark pages and for phones
 
-A film of the step would be megabytes, and a script inside of a picture does not run on GitHub. The picture is therefore
-an SVG whose bars are moved by CSS. Without an animation, or for readers who ask for less motion, it shows 1F1B, with
-the memory of gpipe as a dashed line. The times are those of `weft.pipeline.simulate.forecast`, the same that
-``torchweft plan`` prints. Colours are given twice, because a picture in a page follows the system, not the page.
+A video of the step would have megabytes, and GitHub does not run scripts inside a picture. The picture is therefore an
+SVG whose bars are moved by CSS. Without animation, or with reduced motion, it shows 1F1B, with the memory of gpipe as a
+dashed line. The times are those of `weft.pipeline.simulate.forecast`, which ``torchweft plan`` prints too. Each picture
+has a dark variant, because colours inside a picture follow the theme of the system and not that of the page.
 """
 
 import re
@@ -27,10 +27,10 @@ DEVICES, CHUNKS = 4, 8
 COST = StageCost(forward=1.0, backward=2.0, saved_bytes=1)  # a backward takes twice as long as a forward
 
 WIDTH, HEIGHT = 760, 424
-LEFT, RIGHT, TOP = 108, 16, 88  # of the bars
+LEFT, RIGHT, TOP = 108, 16, 88  # margins of the bars
 LANE, BAR = 42, 36
-BASE, LEVEL = 366, 10  # of the curve of memory: its zero, and the height of one micro-batch
-SECONDS = 12  # of one turn: gpipe, over to 1F1B, and back
+BASE, LEVEL = 366, 10  # memory curve: y of its zero, and height of one micro-batch
+SECONDS = 12  # one cycle of the animation: gpipe, 1F1B, and back
 
 
 class Palette(NamedTuple):
@@ -61,11 +61,11 @@ NARROW = {
     "gradient": (-264, 732),
     "cut": (-598, 766),
 }
-"""Groups of three_cuts.svg, and how far each moves in the narrow form, where the cards are below one another."""
+"""Groups of three_cuts.svg and their offsets in the narrow form, which stacks the cards vertically."""
 
 
 def schedules(colors: Palette) -> str:
-    """The step of both schedules, in one moving picture."""
+    """The step under both schedules, in one animated picture."""
     costs = [COST] * DEVICES
     before = forecast(weft.pipeline.gpipe(DEVICES, CHUNKS), costs)
     after = forecast(weft.pipeline.one_f_one_b(DEVICES, CHUNKS), costs)
@@ -104,7 +104,7 @@ def schedules(colors: Palette) -> str:
 
 
 def style(colors: Palette) -> str:
-    """The style of the picture. Its base is the second schedule, which moves back to the first one."""
+    """The style of the picture. Bars are placed as under 1F1B, and the animation starts them at their gpipe places."""
     return f"""  <style>
     .page {{ fill: {colors.page}; stroke: {colors.rule}; }}
     .F {{ fill: {colors.forward}; }}
@@ -130,13 +130,13 @@ def style(colors: Palette) -> str:
 
 
 def headings(when: str, title: str, finding: str) -> Iterator[str]:
-    """The two lines of text at the top, of one of the schedules."""
+    """The title and the finding of one schedule."""
     yield f'  <text class="{when} title" x="14" y="38">{title}</text>'
     yield f'  <text class="{when} soft" x="14" y="68">{finding}</text>'
 
 
 def bars(before: Forecast, after: Forecast, scale: float) -> Iterator[str]:
-    """A bar for each action, where 1F1B runs it, with its distance from gpipe's place."""
+    """A bar for each action at its place under 1F1B, with the distance to its place under gpipe."""
     starts = {span.action: span.start for span in before.spans}
     for span in after.spans:
         distance = (starts[span.action] - span.start) * scale
@@ -167,7 +167,7 @@ def in_dark(picture: str) -> str:
 
 
 def narrow(picture: str) -> str:
-    """three_cuts.svg with its cards below one another."""
+    """three_cuts.svg with its cards stacked vertically."""
     for group, (x, y) in NARROW.items():
         picture = picture.replace(f'<g id="{group}">', f'<g id="{group}" transform="translate({x} {y})">')
     picture = picture.replace('viewBox="0 0 960 430"', 'viewBox="-12 0 356 1184"')

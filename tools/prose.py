@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Readability of the project in figures, each with its goal; part of `python3 do.py check`.
+"""Readability of the project in figures, each with its goal. Part of `python3 do.py check`.
 
     python tools/prose.py          the figures; exit code 1 if one is worse than its limit
     python tools/prose.py FILE     also the lines of these files that break a rule of the style
 
-The rules are in CONTRIBUTING.md. A figure is a thermometer: bad prose can satisfy it, and a listed line can be right.
-Where a limit is worse than its goal, the goal is not reached yet, and the limit keeps the present value.
+The rules are in CONTRIBUTING.md. A figure is only an indicator: bad prose can satisfy it, and a listed line can be
+right. A limit that is worse than its goal marks a goal not reached yet. It keeps the figure from getting worse.
 """
 
 import ast
@@ -31,7 +31,7 @@ WORDS = {
     "anew, behind, beside, meanwhile": re.compile(r"\b(anew|behind|beside|meanwhile)\b", re.IGNORECASE),
     "may": re.compile(r"\bmay\b", re.IGNORECASE),
 }
-# Goal and limit of each figure. Only the share of comments has to be at least as large as these.
+# Goal and limit of each figure: minima for the share of comments, maxima for all others.
 COMMENTS, ONE_WORD, SEMICOLONS, OPENINGS = (4.0, 4.5), (50.0, 43.0), (3.0, 3.0), (0, 0)
 RATES = {
     "nominal what": (6.0, 6.0),
@@ -40,7 +40,7 @@ RATES = {
     "anew, behind, beside, meanwhile": (3.0, 3.0),
     "may": (20.0, 20.0),
 }
-TEST_NAMES, CIRCLES, CLASSES, SUBJECTS = (0, 0), (0, 0), (6, 6), (0, 0)
+TEST_NAMES, CYCLES, CLASSES, SUBJECTS = (0, 0), (0, 0), (6, 6), (0, 0)
 MOST_ATTRIBUTES = 14
 REASONS = {
     "ServerStatistics": "a report: one field per number",
@@ -48,14 +48,14 @@ REASONS = {
     "BackendStatistics": "a report: one field per number",
     "Instruction": "the fields of one recorded operation",
     "Pipe": "the settings, which users read and assign as attributes",
-    "Task": "one request: its arguments, its futures and its account",
+    "Task": "one request: its arguments, futures and accounting",
 }
-"""Why a class has more attributes than that. Classes without a reason are to be divided."""
+"""Reasons for classes with more attributes. Classes without a reason have to be split."""
 LONGEST_TEST_NAME, LONGEST_SUBJECT = 60, 72
 
 
 class Figure(NamedTuple):
-    """A figure, its goal, and the limit that it must not pass. `least`: larger is better."""
+    """A figure, its goal, and the limit that it must not exceed, or not fall below if `least`."""
 
     name: str
     value: float
@@ -98,7 +98,7 @@ class SourceFile:
         )
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        """All functions and methods, nested ones too."""
+        """All functions and methods, including nested ones."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node
@@ -158,10 +158,10 @@ def language(files: list[SourceFile]) -> list[Figure]:
 
 
 def structure(files: list[SourceFile]) -> list[Figure]:
-    """Circles of imports and classes with many attributes."""
-    circles = import_circles(files)
-    for circle in circles:
-        print(f"  circle of imports: {', '.join(circle)}")
+    """Import cycles, and classes with many attributes."""
+    cycles = import_cycles(files)
+    for cycle in cycles:
+        print(f"  import cycle: {', '.join(cycle)}")
     large = {
         f"{file.path.relative_to(SOURCE)}:{node.name}": count
         for file in files
@@ -169,10 +169,10 @@ def structure(files: list[SourceFile]) -> list[Figure]:
         if isinstance(node, ast.ClassDef) and (count := len(attributes_of(node))) > MOST_ATTRIBUTES
     }
     for name, count in sorted(large.items(), key=lambda item: -item[1]):
-        reason = REASONS.get(name.partition(":")[2], "to be divided")
+        reason = REASONS.get(name.partition(":")[2], "to be split")
         print(f"  {name}: {count} attributes ({reason})")
     return [
-        Figure("circles of imports, with those inside functions", len(circles), *CIRCLES),
+        Figure("import cycles, including imports inside functions", len(cycles), *CYCLES),
         Figure(f"classes with more than {MOST_ATTRIBUTES} attributes", len(large), *CLASSES),
     ]
 
@@ -196,16 +196,16 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
     return names
 
 
-def import_circles(files: list[SourceFile]) -> list[list[str]]:
-    """Groups of modules that import each other, by any import statement that ever runs."""
+def import_cycles(files: list[SourceFile]) -> list[list[str]]:
+    """Groups of modules that import each other, by any import statement that can run."""
     modules = {module_name(file.path): file for file in files}
     graph = {
         name: {target for target in imported_by(file.tree, modules) if target in modules and target != name}
         for name, file in modules.items()
     }
     reached = {name: reachable_from(name, graph) for name in graph}
-    circles = {tuple(sorted({name, *(t for t in reached[name] if name in reached[t])})) for name in graph}
-    return [list(circle) for circle in sorted(circles) if len(circle) > 1]
+    cycles = {tuple(sorted({name, *(t for t in reached[name] if name in reached[t])})) for name in graph}
+    return [list(cycle) for cycle in sorted(cycles) if len(cycle) > 1]
 
 
 def module_name(path: Path) -> str:
@@ -225,7 +225,7 @@ def imported_by(tree: ast.Module, modules: Collection[str]) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            # `from package import module` needs the module, and nothing else of the package.
+            # `from package import module` depends on the module only, not on the other names of the package.
             for name in (f"{node.module}.{alias.name}" for alias in node.names):
                 yield name if name in modules else node.module
         nodes.extend(ast.iter_child_nodes(node))
@@ -243,7 +243,7 @@ def reachable_from(start: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def long_test_names() -> Figure:
-    """Tests with names that are too long to scan."""
+    """The number of tests whose names are too long to scan."""
     names = [
         f"{path.relative_to(ROOT)}: {function.name}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
@@ -254,7 +254,7 @@ def long_test_names() -> Figure:
 
 
 def long_subjects() -> Figure:
-    """Commits since `SHORTENED_SINCE` with too long a subject. 0 without a repository, as in a source archive."""
+    """The number of commits since `SHORTENED_SINCE` with a long subject. 0 without a repository, as in an sdist."""
     command = ["git", "log", "--format=%h %s", "--no-merges", f"{SHORTENED_SINCE}..HEAD"]
     try:
         log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout

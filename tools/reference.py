@@ -57,7 +57,7 @@ PLACES = {
 }
 """Modules without a page whose public names have one, by the package of that page."""
 
-# A link whose target begins outside of docs/, and the word by which the tests select the ranks' blocks.
+# A link with a relative target, and the fence of the blocks that the tests run on several ranks.
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 _RANK_FENCE = re.compile(r"^```python torchrun$", re.MULTILINE)
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=`)")
@@ -97,7 +97,7 @@ def documented_names() -> dict[str, dict[str, str]]:
         for name in exports_of(package):
             target, identifier = exported(f"{package}.{name}")
             path = target.canonical_path
-            # Tables and the like can be without a docstring, and modules have a page or belong to one.
+            # Constants can lack a docstring, and modules have a page or belong to one.
             if path not in seen and not target.is_module and target.has_docstring:
                 page = max(package, page_of(path), key=len)
                 pages[page][f"weft.{package}.{name}"] = identifier
@@ -109,7 +109,7 @@ def exported(path: str) -> tuple[griffe.Object | griffe.Alias, str]:
     """The object of a public name, and its identifier for mkdocstrings."""
     target, name = public_api()[path], path.rpartition(".")[2]
     if target.is_module and name in target.members and not target[name].is_module:
-        # A function that is named like its module, as `skippable`: griffe takes the name for the module.
+        # For a function with the name of its module, such as `skippable`, griffe finds the module.
         return target[name], target[name].canonical_path
     return target, f"{PACKAGE}.{path}"
 
@@ -172,7 +172,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to files outside docs/ into the repository, and make fences that MkDocs understands."""
+    """Redirect links to files outside docs/ into the repository, and rewrite fences for MkDocs."""
     folder = PurePosixPath("docs", page.file.src_uri).parent
 
     def into_repository(link: re.Match[str]) -> str:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Size and structure of `src/torchweft`, each figure with its budget; part of `python3 do.py check`.
+"""Size and structure of `src/torchweft`, each figure with its budget. Part of `python3 do.py check`.
 
     python tools/structure.py [-v]
 
     sizes     lines and files of each package
-    names     public classes that share a name; base names of files that recur; modules of core that one package imports
-    walks     how far one warm forward and backward travels: files, functions, lines, calls from file to file
+    names     public classes that share a name, base names of files that recur, modules of core that one package imports
+    walks     the code that one warm forward and backward runs: files, functions, lines, calls from file to file
 
-With -v, the files of each walk with the number of their functions. Exit code 1 if a figure is over its limit. Where a
-limit is above the budget, the budget is not reached yet, and the limit keeps the present value.
+With -v, also the files of each walk with the number of their functions. Exit code 1 if a figure is over its limit. A
+limit above the budget marks a budget not reached yet. It keeps the figure from getting worse.
 """
 
 import ast
@@ -30,7 +30,7 @@ VERBOSE = "-v" in sys.argv
 
 
 class Figure(NamedTuple):
-    """A figure, the budget it should keep, and the limit that it must not pass."""
+    """A figure, its budget, and the limit that it must not exceed."""
 
     name: str
     value: int
@@ -39,7 +39,7 @@ class Figure(NamedTuple):
 
 
 def sizes() -> list[Figure]:
-    """Lines and files, whole and by package; only the whole has a budget."""
+    """Lines and files, in total and by package. Only the totals have a budget."""
     lines = {path: len(path.read_text("utf-8").splitlines()) for path in SOURCE.rglob("*.py")}
     packages: Counter[str] = Counter()
     for path, count in lines.items():
@@ -67,7 +67,7 @@ def names() -> list[Figure]:
                 classes[node.name].append(module.as_posix())
     twice = {name: where for name, where in classes.items() if len(where) > 1}
     in_package = {
-        name: where for name, where in bases.items() if max(Counter(each.split("/")[0] for each in where).values()) > 1
+        name: where for name, where in bases.items() if max(Counter(path.split("/")[0] for path in where).values()) > 1
     }
     often = {name: where for name, where in bases.items() if len(where) > 3}
     alone = lonely_modules_of_core()
@@ -94,7 +94,7 @@ def lonely_modules_of_core() -> dict[str, list[str]]:
 
 
 class Walk:
-    """The parts of torchweft that run in all threads: functions, lines, and calls that cross from file to file."""
+    """A trace of the code of torchweft that runs in any thread: functions, lines, and calls from file to file."""
 
     def __init__(self) -> None:
         self.on = False
@@ -121,7 +121,7 @@ class Walk:
 
 
 def walked(name: str, start: Callable[[], Callable[[], object]], warm: int, files: Any, crossings: Any) -> list[Figure]:
-    """The figures of one run after so many warm ones."""
+    """The figures of one run after `warm` warm-up runs."""
     walk = Walk()
     threading.settrace(walk.call)
     sys.settrace(walk.call)
@@ -129,7 +129,7 @@ def walked(name: str, start: Callable[[], Callable[[], object]], warm: int, file
         run = start()
         for _ in range(warm):
             run()
-        time.sleep(0.3)  # for threads that still end something
+        time.sleep(0.3)  # for threads that have not finished yet
         walk.on = True
         run()
         time.sleep(0.1)
@@ -145,12 +145,12 @@ def walked(name: str, start: Callable[[], Callable[[], object]], warm: int, file
 
 
 def public(name: str, *modules: str) -> Any:
-    """A public name: at `torchweft`, or in one of these modules."""
+    """A public name of `torchweft`, or else of one of these modules."""
     for module in ("torchweft", *modules):
         found = getattr(importlib.import_module(module), name, None)
         if found is not None:
             return found
-    raise SystemExit(f"{name} is neither at torchweft nor in {', '.join(modules)}")
+    raise SystemExit(f"{name} is neither in torchweft nor in {', '.join(modules)}")
 
 
 def pipe_walks() -> list[Figure]:
@@ -161,7 +161,7 @@ def pipe_walks() -> list[Figure]:
     for executor in ("serial", "threads", "auto"):
         pipe = public("Pipe")(model, chunks=2, balance=[2, 2], devices=["cpu", "cpu"], executor=executor)
         found += walked(f"Pipe, {executor}", lambda pipe=pipe: lambda: pipe(x).sum().backward(), 14, *PIPE)
-    files = found[0].value + 5  # choice of a program, program, state it read, joins of outputs, the class it shows
+    files = found[0].value + 5  # program choice, program, state it read, joined outputs, displayed class
     split = public("Pipe")(Residual(), chunks=2, split=["second"], devices=["cpu", "cpu"], executor="serial")
     calls = found[1].value + 75
     budget = (files, files), (calls, calls)
@@ -196,7 +196,7 @@ class Cell(nn.Module):
 
 
 def recurrent_walks() -> list[Figure]:
-    """A sequence of 20 steps by compiled loops."""
+    """A sequence of 20 steps in compiled loops."""
     x = torch.randn(20, 4, 8)
     net = public("Recurrent", "torchweft.recurrent")(Cell(), backend="c")
     return walked("Recurrent, C", lambda: lambda: net(x).outputs.sum().backward(), 3, *RECURRENT)
@@ -227,7 +227,7 @@ def expert_walks() -> list[Figure]:
             end.__exit__(None, None, None)
 
 
-# (budget, limit) each
+# (budget, limit) of each figure
 LINES, FILES = (31_500, 44_600), (195, 200)
 CLASSES, BASES, OFTEN, CORE = (0, 0), (0, 0), (0, 0), (0, 0)
 PIPE = (14, 14), (120, 122)
@@ -236,7 +236,7 @@ EXPERT = (26, 26), (150, 150)
 
 
 def main() -> int:
-    """Print all figures; the exit code."""
+    """Print all figures. Returns the exit code."""
     torch.manual_seed(0)
     over: list[str] = []
     for title, measure in (

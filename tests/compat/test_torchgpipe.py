@@ -82,7 +82,7 @@ def test_skip_connections_of_the_torchgpipe_guide_train(checkpoint: str) -> None
     assert_gradients_equal(model, plain)
 
 
-def test_attributes_are_there() -> None:
+def test_attributes_of_torchgpipe_exist() -> None:
     layers = chain(4, 5, 3)
     model = GPipe(layers, (2, 1), devices=["cpu", "cpu", "cpu"], chunks=4, checkpoint="always")
     assert isinstance(model, Pipe)
@@ -100,15 +100,15 @@ def test_attributes_are_there() -> None:
     assert defaults.chunks == 1 and defaults.checkpoint == "except_last"
 
 
-def test_layer_knows_where_it_is() -> None:
+def test_layer_can_query_the_checkpointing_phase() -> None:
     seen: list[tuple[bool, bool]] = []
 
-    class Asks(nn.Module):
+    class PhaseReader(nn.Module):
         def forward(self, x):
             seen.append((is_checkpointing(), is_recomputing()))
             return x * 1
 
-    model = GPipe(nn.Sequential(Asks()), balance=[1], devices=["cpu"], chunks=2, checkpoint="except_last")
+    model = GPipe(nn.Sequential(PhaseReader()), balance=[1], devices=["cpu"], chunks=2, checkpoint="except_last")
     model(torch.ones(2, 1, requires_grad=True)).sum().backward()
     assert seen == [(True, False), (False, False), (False, True)]
     assert not is_checkpointing() and not is_recomputing()
@@ -145,7 +145,7 @@ def test_partition_stays_the_same_module_and_its_hooks_fire(checkpoint: str) -> 
     assert [len(partition) for partition in model.partitions] == [1, 2]
 
 
-def test_import_paths_are_there() -> None:
+def test_import_paths_of_torchgpipe_exist() -> None:
     assert balance.balance_by_time is balance_by_time and skip.skippable is skippable
     assert batchnorm.DeferredBatchNorm is DeferredBatchNorm
 
@@ -227,7 +227,7 @@ def test_gpipe_is_not_moved(move) -> None:
         move(model)
 
 
-def test_dtype_may_change() -> None:
+def test_dtype_can_change() -> None:
     model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO)
     assert model.half() is model and model[0].weight.dtype == torch.float16
     assert model.to(torch.double) is model and model[0].weight.dtype == torch.float64
@@ -253,7 +253,7 @@ def test_single_device_and_whole_float_chunks_are_accepted() -> None:
         (2, {"balance": [1, 1], "devices": ["cpu"]}, IndexError, "2 stages, but there are 1 devices"),
     ],
 )
-def test_wrong_arguments_raise_what_torchgpipe_raises(
+def test_wrong_arguments_raise_the_errors_of_torchgpipe(
     layers: int, settings: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
     with without_type_checks(), pytest.raises(kind, match=words):

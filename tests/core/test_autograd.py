@@ -1,4 +1,4 @@
-"""The boundary: any function becomes one node of autograd."""
+"""`apply_as_node`: any function becomes one autograd node."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from torchweft.core.errors import DoubleBackwardError
 
 
 class Product:
-    """A function with the outputs a * b, and b as an integer."""
+    """A function with two outputs: a * b, and b as an integer."""
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
         self.a, self.b = a.detach(), b.detach()
@@ -48,7 +48,7 @@ def test_backward_runs_once_and_skips_integer_outputs() -> None:
     assert not retain and not grad_mode and not more
 
 
-def test_function_learns_whether_the_graph_is_retained() -> None:
+def test_backward_receives_whether_the_graph_is_retained() -> None:
     function, a, _, y, _ = apply_product()
     torch.autograd.grad(y, a, retain_graph=True)
     y.backward(retain_graph=True)

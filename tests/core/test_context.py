@@ -1,4 +1,4 @@
-"""The surroundings of a call reach every worker, and are entered again when a stage is recomputed."""
+"""The execution context of a call reaches every worker, and is restored when a stage is recomputed."""
 
 import contextvars
 import threading
@@ -34,7 +34,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[SerialExecutor | Thread
 
 
 def observe(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dict[str, list[Any]]:
-    """The results of `look` inside every forward of two stages, first called here, then recomputed in a new thread."""
+    """The results of `look` in every forward of two stages: first in this thread, then recomputed in a new thread."""
     ambient = ExecutionContext.capture(["cpu"])
     observed: dict[str, list[Any]] = {"first": [], "again": []}
 
@@ -55,7 +55,7 @@ def observe(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dic
     if keep == "inputs":
         gradients = {1: {Address(2, OUTSIDE, i): Message([torch.ones(1)]) for i in range(2)}}
         outside = threading.Thread(target=walk, args=(gpipe(2, 2).backward_only, gradients))
-        outside.start()  # without the surroundings of the caller
+        outside.start()  # without the context of the caller
         outside.join(10)
         assert len(observed["again"]) == 4
     assert len(observed["first"]) == 4
@@ -83,13 +83,13 @@ def product_dtype() -> torch.dtype:
     ],
     ids=["context variable", "autocast", "inference mode"],
 )
-def test_surroundings_reach_workers_and_recomputations(
+def test_context_reaches_workers_and_recomputations(
     executor: Any, around: Any, look: Any, inside: Any, outside: Any, keep: Keep
 ) -> None:
     with around():
         observed = observe(executor, look, keep)
     assert observed == {"first": [inside] * 4, "again": [inside] * (4 if keep == "inputs" else 0)}
-    assert observe(executor, look)["first"] == [outside] * 4, "a worker remembers nothing"
+    assert observe(executor, look)["first"] == [outside] * 4, "workers keep no context between calls"
 
 
 def test_default_device_reaches_workers(executor: Any) -> None:
@@ -103,7 +103,7 @@ def test_default_device_reaches_workers(executor: Any) -> None:
 
 
 def test_process_flags_in_backward_are_those_of_forward() -> None:
-    """They are restored afterwards, even after an error."""
+    """The flags of the caller are restored afterwards, even after an error."""
     before = ProcessFlags.capture()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("high")
@@ -120,7 +120,7 @@ def test_process_flags_in_backward_are_those_of_forward() -> None:
 
 
 def set_precision(backend: Any, precision: str) -> None:
-    """Set it by the newer interface."""
+    """Set a precision by PyTorch's newer interface."""
     backend.fp32_precision = precision
 
 
@@ -149,7 +149,7 @@ def restored_precision() -> Iterator[None]:
 @pytest.mark.parametrize("in_backward", PRECISIONS)
 @pytest.mark.parametrize("in_forward", PRECISIONS)
 def test_float32_precision_survives_both_interfaces(in_backward: str, in_forward: str) -> None:
-    """Whichever interface set the precision in forward and around backward, each has exactly its own settings."""
+    """Forward and backward keep exactly their own settings, whichever interface set them."""
     start = ProcessFlags.capture()
     PRECISIONS[in_forward]()
     forward = ExecutionContext.capture(["cpu"])
@@ -165,7 +165,7 @@ def test_float32_precision_survives_both_interfaces(in_backward: str, in_forward
 
 @pytest.mark.usefixtures("restored_precision")
 def test_inherited_precision_stays_inherited() -> None:
-    """Establishing flags writes no setting that is right already, so the general setting still governs it."""
+    """Settings that already match are not written, so that they still follow the general setting."""
     BACKENDS.fp32_precision = "tf32"
     with_tf32 = ExecutionContext.capture(["cpu"])
     BACKENDS.fp32_precision = "none"
@@ -185,7 +185,7 @@ def test_pipe_runs_with_tf32_by_the_newer_interface(checkpoint: Any) -> None:
 
 
 def test_phase_belongs_to_a_thread() -> None:
-    """It is restored after an error."""
+    """The phase is restored after an error."""
     seen: list[tuple[bool, bool]] = []
 
     def look() -> None:
@@ -205,7 +205,7 @@ def test_phase_belongs_to_a_thread() -> None:
 
 
 class FlagReader(torch.nn.Module):
-    """Notes process-wide flags in every forward."""
+    """Records process-wide flags in every forward."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Attention(torch.nn.Module):
 
 
 def attention_gradient(executor_name: Any, checkpoint: Any, x: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
-    """The gradient from a pipe with the plain kernel in forward, and any kernel in backward."""
+    """The gradient from a pipe with the math kernel in forward, and any kernel in backward."""
     torch.manual_seed(0)
     layers, devices = torch.nn.Sequential(Attention(dropout), Attention(dropout)), [x.device] * 2
     pipe = Pipe(layers, chunks=2, devices=devices, checkpoint=checkpoint, executor=executor_name)
@@ -264,7 +264,7 @@ def attention_gradient(executor_name: Any, checkpoint: Any, x: torch.Tensor, dro
 
 @every_executor
 def test_recomputation_has_the_attention_kernel_of_forward(executor_name: Any) -> None:
-    """Bit for bit, because the kernels round differently."""
+    """Gradients are compared bit for bit, because the kernels round differently."""
     x = torch.randn(4, 2, 64, 32)
     assert torch.equal(*(attention_gradient(executor_name, checkpoint, x) for checkpoint in ("never", "always")))
     assert torch.backends.cuda.flash_sdp_enabled()

@@ -1,4 +1,4 @@
-"""The lock of the generators: exclusive, nested, released during a wait, and new in a forked child."""
+"""The generator lock: exclusive, nested, released during a wait, and new in a forked child."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def finished_attempts() -> Iterator[None]:
 
 
 def test_lock_excludes_other_threads_until_its_end() -> None:
-    """An error ends it too."""
+    """An error releases it too."""
     with pytest.raises(KeyError), lock_generators(CPU):
         assert is_locked()
         raise KeyError
@@ -55,23 +55,23 @@ def test_lock_is_nested_in_every_thread_that_it_is_carried_to() -> None:
     done: list[str] = []
     with lock_generators(CPU):
         with lock_generators(CPU):
-            done.append("here")
+            done.append("caller")
         carry = carry_lock()
 
         def nest() -> None:
             carry()
             with lock_generators(CPU):
-                done.append("there")
+                done.append("thread")
 
         in_thread(nest).join(10)
-    assert done == ["here", "there"]
-    carry()  # the lock has ended, so it must not count as held
+    assert done == ["caller", "thread"]
+    carry()  # the lock was released, so it must not count as held
     with lock_generators(CPU):
         assert is_locked()
 
 
 def test_waiting_releases_the_lock_and_keeps_the_numbers() -> None:
-    """Other threads draw during the wait. The waiting stage continues its own stream, and the caller's is theirs."""
+    """Other threads draw from the caller's stream during the wait. Afterwards the stage continues its own stream."""
     torch.manual_seed(0)
     expected = torch.rand(4, generator=torch.Generator().manual_seed(7))
     with seed_generators(CPU, 7):

@@ -1,4 +1,4 @@
-"""Nested values: flatten and unflatten are inverse, paths are readable, differences are found."""
+"""Nested values: flatten and unflatten are inverse, paths are readable, and differences are reported."""
 
 import json
 from collections import OrderedDict, defaultdict, namedtuple
@@ -135,7 +135,7 @@ def test_first_mismatch_of_a_prefix_is_named() -> None:
 
 
 @given(values)
-def test_structure_comes_back_from_plain_data(value: Any) -> None:
+def test_structure_round_trips_through_plain_data(value: Any) -> None:
     structure = tree.flatten(value)[1]
     plain = tree.to_plain(structure)
     assert tree.from_plain(plain) == structure

@@ -55,7 +55,7 @@ def assert_equal_numbers(one: dict[tuple[int, int], Tensor], other: dict[tuple[i
 
 
 def run_threads(work: Callable[[int], None], count: int) -> None:
-    """Call it with every number below the count, each in its own thread."""
+    """Call `work` with every number below `count`, each in its own thread."""
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
@@ -76,8 +76,7 @@ def test_meta_device_has_only_the_cpu_generator() -> None:
 
 
 def test_cuda_starts_before_its_generators_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch has no generators of CUDA devices until CUDA is initialized, which a pipe without weights is the first
-    to need."""
+    """PyTorch has no CUDA generators until CUDA is initialized. A pipe without weights can be the first to need one."""
     of_devices = (torch.Generator(), torch.Generator())
     monkeypatch.setattr(torch.cuda, "default_generators", ())
     monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", of_devices))
@@ -95,7 +94,7 @@ def test_untested_device_type_is_rejected(name: str) -> None:
 
 @given(st.permutations(ALL))
 def test_numbers_do_not_depend_on_the_order(order: list[tuple[int, int]]) -> None:
-    """A repetition draws them again, and no two of a step are equal."""
+    """A repeated step draws the same numbers, and all numbers of one step differ."""
     torch.manual_seed(3)
     expected = forward(streams(unknown_stages()), [draw, draw])
     torch.manual_seed(3)
@@ -107,7 +106,7 @@ def test_numbers_do_not_depend_on_the_order(order: list[tuple[int, int]]) -> Non
 
 
 def test_step_advances_the_generator_by_one_draw_or_none() -> None:
-    """By one draw if a stage drew. A step that draws nothing leaves the caller's generator unchanged."""
+    """The caller's generator advances by one draw if a stage drew, and stays unchanged otherwise."""
     before, uses = torch.get_rng_state(), unknown_stages()
     for _ in range(3):
         rng = streams(uses)
@@ -234,7 +233,7 @@ def test_only_self_checkpointing_layers_lock_in_backward(checkpoints_itself: boo
 
 
 def test_stages_that_draw_nothing_never_wait() -> None:
-    """Neither for each other nor for a stage that draws."""
+    """They wait neither for each other nor for a stage that draws."""
     uses = unknown_stages(3)
     rng = streams(uses)
     forward(rng, [draw, draw_nothing, draw_nothing], [(0, 0), (1, 0), (2, 0)])
@@ -251,9 +250,9 @@ def test_stages_that_draw_nothing_never_wait() -> None:
 
 @pytest.mark.parametrize("drew", [True, False])
 def test_processes_that_agree_on_a_seed_stay_alike(drew: bool) -> None:
-    """Each uses the agreed numbers, and its generator advances if a stage of any process drew."""
+    """Each process uses the agreed numbers. Its generator advances if a stage of any process drew."""
     stages: list[Stage] = [draw if drew else draw_nothing, draw_nothing]
-    torch.rand(2)  # another state than that of other processes
+    torch.rand(2)  # unlike the state of other processes
     agreed = draw_seed(CPU)
     assert torch.equal(torch.get_rng_state(), agreed.before[0])
     rng = streams(unknown_stages(), agreed)

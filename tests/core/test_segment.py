@@ -1,4 +1,4 @@
-"""Segments: the state that a forward keeps, cut values, leaves, and sums of gradients."""
+"""Segments: the state that a forward keeps, detached values, leaves, and sums of gradients."""
 
 import weakref
 from collections import UserDict
@@ -78,7 +78,7 @@ def test_leaf_has_a_gradient_but_rejects_accumulation() -> None:
     assert not detached_leaf(x, False).requires_grad
 
 
-def test_cut_leaves_share_storage_and_requires_grad() -> None:
+def test_detached_leaves_share_storage_and_requires_grad() -> None:
     y, plain, count = leaf(1, 2) * 2, torch.zeros(2), torch.tensor([1])
     value = {"y": y, "rest": (plain, None, count, 7)}
     piece = detach_leaves(value)
@@ -86,7 +86,7 @@ def test_cut_leaves_share_storage_and_requires_grad() -> None:
     assert not piece["rest"][0].requires_grad
     assert piece["rest"][1] is None and piece["rest"][3] == 7
     tracked = detach_leaves(value, True)
-    assert tracked["rest"][0].requires_grad, "what can carry a gradient does"
+    assert tracked["rest"][0].requires_grad, "floating-point leaves can carry gradients"
     assert not tracked["rest"][2].requires_grad, "integers cannot"
     assert not detach_leaves(value, False)["y"].requires_grad
 
@@ -170,7 +170,7 @@ def test_write_before_the_recomputation_is_rejected() -> None:
     tapes = [segment.forward(context(), [buffer], "inputs")[1] for _ in range(2)]
     assert tapes[0] is not None and tapes[1] is not None
     assert tapes[0].backward([[torch.ones_like(weight)]])[1][0] == 1
-    buffer.fill_(7)  # the next mini-batch, too early
+    buffer.fill_(7)  # overwritten by the next mini-batch before backward
     with pytest.raises(InPlaceError, match="between its forward and its recomputation"):
         tapes[1].backward([[torch.ones_like(weight)]])
 
@@ -193,7 +193,7 @@ def test_gradient_sum_never_writes_into_tensors_of_autograd(count: int, unused: 
     of_inputs: list[Tensor] = []
     for x, seed in zip(xs, seeds, strict=True):
         of_x, of_p = torch.autograd.grad(x + p, [x, p], seed)
-        assert of_x.data_ptr() == of_p.data_ptr(), "else this test shows nothing"
+        assert of_x.data_ptr() == of_p.data_ptr(), "otherwise this test proves nothing"
         of_inputs.append(of_x)
         sums.add([of_p, None if unused else of_p])
     for i, (gradient, seed) in enumerate(zip(of_inputs, seeds, strict=True)):

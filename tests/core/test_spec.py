@@ -1,4 +1,4 @@
-"""Specs: a tensor that matches passes, and every fault of another one is named."""
+"""Specs: a matching tensor is accepted, and every fault of another one is listed."""
 
 import torch
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A backward in two parts gives the gradients of a backward in one, and repeats no work."""
+"""A backward in two parts gives the gradients of an ordinary backward, and repeats no work."""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +86,7 @@ def test_two_parts_equal_one_and_run_python_once(function: Callable[..., Any], w
 
 
 def test_first_part_computes_no_weight_gradient() -> None:
-    """One matrix product per layer and part, as many as in one backward."""
+    """Each part runs one matrix product per layer, so both together run as many as an ordinary backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 

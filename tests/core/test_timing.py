@@ -1,4 +1,4 @@
-"""Time after the work of devices, and the note on an error that a GPU reports with a delay."""
+"""Clock readings after queued device work, and the note on an error that a GPU reports with a delay."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Certificates for a day, or for yesterday."""
+"""Certificate authority that issues short-lived or expired certificates."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,7 +12,7 @@ from torchweft.experts.client import ClientTls
 
 
 class Authority:
-    """Each has a key of its own, also if another has the same name. ``rsa_key``: an RSA key instead of a curve."""
+    """Authorities of the same name have different keys. ``rsa_key``: use RSA instead of an elliptic curve."""
 
     def __init__(self, name: str = "authority", *, rsa_key: bool = False) -> None:
         self._key: Any = rsa.generate_private_key(65537, 2048) if rsa_key else ec.generate_private_key(ec.SECP256R1())
@@ -22,7 +22,7 @@ class Authority:
         self.pem = built.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def issue(self, name: str, *, days: tuple[int, int] = (-1, 1)) -> tuple[bytes, bytes]:
-        """A key and a certificate for this common name and for localhost, valid between these days from now."""
+        """Return a key and a certificate for this name and localhost. ``days``: validity, relative to now."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         names = x509.SubjectAlternativeName([x509.DNSName("localhost")])
@@ -33,7 +33,7 @@ class Authority:
         return secret, pem
 
     def client(self, name: str, *, days: tuple[int, int] = (-1, 1)) -> ClientTls:
-        """How a client of this name shows itself, who trusts this authority."""
+        """TLS options of a client with this name that trusts this authority."""
         return ClientTls(self.pem, *self.issue(name, days=days))
 
     def _builder(self, subject: x509.Name, key: Any, days: tuple[int, int]) -> x509.CertificateBuilder:

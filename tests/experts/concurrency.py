@@ -1,4 +1,4 @@
-"""Waits, threads, a fake clock, and work that blocks until it is released."""
+"""Polling, threads, a fake clock, and work that blocks until it is released."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class FakeClock:
-    """A time that passes when told, in place of `time` in modules that go by it."""
+    """Manually advanced clock that replaces the `time` module in the given modules."""
 
     now = 0.0
 
@@ -32,15 +32,15 @@ class FakeClock:
 
 
 def wait_until(true: Callable[[], object], seconds: float = 60.0) -> None:
-    """Fails if that does not come true within so many seconds."""
+    """Poll ``true``. Fails if it does not hold within ``seconds``."""
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, f"waited {seconds:g} s for nothing"
+        assert time.monotonic() < end, f"the condition did not hold within {seconds:g} s"
         time.sleep(0.005)
 
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The results of one thread for each item. What one raises is raised here."""
+    """Return the results of ``work``, called in one thread per item. Raises the exception of a thread."""
     with ThreadPoolExecutor(len(items)) as pool:
         return list(pool.map(work, items))
 
@@ -50,7 +50,7 @@ def echo(tasks: Sequence[Task]) -> list[list[Tensor]]:
 
 
 class BlockingProcess:
-    """A pool's process that begins a batch when it is released, and then gives what ``answers`` makes of the tasks."""
+    """Pool process that waits for a release of ``go`` before each batch, and then returns ``answers(tasks)``."""
 
     def __init__(self, answers: Callable[[Sequence[Task]], Any] = echo) -> None:
         self.answers = answers
@@ -63,7 +63,7 @@ class BlockingProcess:
 
 
 class BlockingModule(nn.Module):
-    """Twice its input, once it is released: by ``go``, or at the end of a ``with`` block."""
+    """Doubles its input, as soon as ``go`` is set or the ``with`` block ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class BlockingModule(nn.Module):
 
 
 def blocking_expert() -> tuple[BlockingModule, ExpertBackend]:
-    """It is called "gate", and blocks from its first task on."""
+    """Expert named "gate" that blocks from its first task on."""
     gate = BlockingModule()
-    gate.go.set()  # for its dummy run
+    gate.go.set()  # the backend runs the module once when it is created
     backend = ExpertBackend("gate", gate, args_schema=(X,))
     gate.entered.clear()
     gate.go.clear()

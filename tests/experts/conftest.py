@@ -1,4 +1,4 @@
-"""What several test modules ask for by name."""
+"""Fixtures of several test modules."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torchweft.experts.discovery import LocalDirectory
 
 @pytest.fixture(scope="session")
 def authority() -> Authority:
-    """It signed the certificates of servers and clients."""
+    """Certificate authority of servers and clients."""
     return Authority()
 
 

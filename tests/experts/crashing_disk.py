@@ -1,5 +1,5 @@
-"""A disk in memory that forgets, at a crash, what was not synced: any subset of such names survives, in any order, and
-a file whose content was not synced holds any part of it, or rubbish of that length.
+"""In-memory disk that loses unsynced data at a crash: any subset of the unsynced names survives.
+A file whose content was not synced holds a prefix of it, possibly followed by random bytes.
 """
 
 import random
@@ -9,15 +9,15 @@ from torchweft.experts.checkpoint import Disk
 
 
 class Crash(BaseException):
-    """The machine stops. No handler of ``Exception`` sees it, as none would run."""
+    """The machine stops. A ``BaseException``, because no handler of ``Exception`` would run."""
 
 
 class CrashingDisk(Disk):
-    """Counts the moments at which a crash may come, and crashes at the one it was told."""
+    """Counts the moments at which a crash can happen, and crashes at moment ``crash_at``."""
 
     def __init__(self, crash_at: int | None = None) -> None:
-        self.now: dict[Path, bytes] = {}  # what a program sees
-        self.safe: dict[Path, bytes] = {}  # what surely survives
+        self.now: dict[Path, bytes] = {}  # state that a program sees
+        self.safe: dict[Path, bytes] = {}  # state that certainly survives a crash
         self.partial: set[Path] = set()  # files whose content was not synced
         self.folders = {Path("/")}
         self.safe_folders = {Path("/")}
@@ -34,21 +34,21 @@ class CrashingDisk(Disk):
         self.moments += 1
 
     def after_crash(self, draw: random.Random) -> "CrashingDisk":
-        """The disk as the next start of the machine finds it."""
-        found = CrashingDisk()
-        found.safe_folders = {folder for folder in self.folders if folder in self.safe_folders or draw.random() < 0.5}
-        found.safe_folders = {f for f in found.safe_folders if all(up in found.safe_folders for up in f.parents)}
+        """Disk contents after the machine has restarted."""
+        after = CrashingDisk()
+        after.safe_folders = {folder for folder in self.folders if folder in self.safe_folders or draw.random() < 0.5}
+        after.safe_folders = {f for f in after.safe_folders if all(up in after.safe_folders for up in f.parents)}
         for path in {*self.now, *self.safe}:
-            if path.parent not in found.safe_folders:
+            if path.parent not in after.safe_folders:
                 continue
             sides = [side.get(path) for side in (self.safe, self.now)]
             content = sides[0] if sides[0] == sides[1] else draw.choice(sides)
             if content is not None and path in self.partial:
                 content = content[: draw.randint(0, len(content))] + draw.randbytes(draw.choice([0, 8]))
             if content is not None:
-                found.safe[path] = content
-        found.now, found.folders = dict(found.safe), set(found.safe_folders)
-        return found
+                after.safe[path] = content
+        after.now, after.folders = dict(after.safe), set(after.safe_folders)
+        return after
 
     def make_folder(self, folder: Path) -> None:
         self._moment()

@@ -1,4 +1,4 @@
-"""A real etcd for the tests: one member or several, started by the test and gone with it."""
+"""Real etcd cluster of one or more members, started and stopped by a test."""
 
 import shutil
 import socket
@@ -31,35 +31,35 @@ class Member:
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return ports
 
 
 @contextmanager
 def cluster(folder: Path, members: int = 1, client: Sequence[str] = (), scheme: str = "http") -> Iterator[list[Member]]:
-    """Members that know each other; ``client`` are more options, and ``scheme`` is that of their clients."""
+    """Start a cluster. ``client``: additional command-line options. ``scheme``: URL scheme of the client ports."""
     if WHERE is None:
         pytest.skip("there is no `etcd` on the path (Debian: apt-get install etcd-server)")
     ports = free_ports(2 * members)
     peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
-    together = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
-    made: list[Member] = []
+    all_peers = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
+    running: list[Member] = []
     for i, peer in enumerate(peers):
         url = f"{scheme}://127.0.0.1:{ports[i]}"
         command = [WHERE, "--name", f"m{i}", "--data-dir", str(folder / f"m{i}")]
         command += ["--listen-client-urls", url, "--advertise-client-urls", url, "--initial-cluster-state", "new"]
-        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", together]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", all_peers]
         command += ["--heartbeat-interval", "20", "--election-timeout", "200", "--log-level", "error", *client]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        made.append(Member(f"127.0.0.1:{ports[i]}", command, process))
+        running.append(Member(f"127.0.0.1:{ports[i]}", command, process))
     try:
-        for member in made:
+        for member in running:
             wait_for_port(member.endpoint)
-        yield made
+        yield running
     finally:
-        for member in made:
+        for member in running:
             member.kill()
 
 

@@ -1,4 +1,4 @@
-"""Modules with awkward habits, and helpers of several tests of experts."""
+"""Modules with edge cases, and helpers shared by tests of experts."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,7 +13,7 @@ from torchweft.experts.task import Answer, Results, Task
 WIDTH = 4
 X = TensorSpec((None, WIDTH), torch.float64)
 TROUBLE = 1e6
-"""A first element that makes a `Fussy` module raise."""
+"""Input or gradient value that makes a `Fussy` module raise."""
 
 
 class Troubled(Exception):
@@ -21,7 +21,7 @@ class Troubled(Exception):
 
 
 class RaisesInBackward(torch.autograd.Function):
-    """The identity, whose backward raises where the gradient holds `TROUBLE`."""
+    """Identity whose backward raises if the gradient contains `TROUBLE`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class RaisesInBackward(torch.autograd.Function):
 
 
 class Fussy(nn.Module):
-    """Two layers, optionally with dropout and batch norm; raises in forward or backward at `TROUBLE`."""
+    """Two layers, optionally with dropout and batch norm. Raises in forward or backward at `TROUBLE`."""
 
     def __init__(self, *, dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class Fussy(nn.Module):
         if (x == TROUBLE).any():
             raise Troubled("in forward")
         side = RaisesInBackward.apply(self.side(hidden))
-        return self.last(hidden) + side  # backward walks `last` before it comes to the side
+        return self.last(hidden) + side  # the backward reaches `last` before `side`
 
 
 class Formula(nn.Module):
-    """``formula(self, *inputs)``. Members are submodules and parameters; tensors become buffers."""
+    """Module that computes ``formula(self, *inputs)``. Members become attributes, plain tensors become buffers."""
 
     def __init__(self, formula: Callable[..., Any], **members: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def double_layer(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Linear:
 
 
 class Nested(nn.Module):
-    """Takes and returns nested values; one input is never used, one output is of integers."""
+    """Takes and returns nested values, with one unused input and one integer output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ NESTED_SCHEMAS = {
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """A module whose numbers depend on the seed alone. The caller's generator stays as it was."""
+    """Create a module from this seed alone. The caller's random generator is left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
@@ -101,7 +101,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def fussy_backend(name: str = "fussy", **options: Any) -> ExpertBackend:
-    """A `Fussy` expert; ``dropout`` and ``norm`` go to the module."""
+    """Expert with a `Fussy` module, which receives ``dropout`` and ``norm``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = Fussy(dropout=options.pop("dropout", 0.0), norm=options.pop("norm", False))
@@ -109,7 +109,7 @@ def fussy_backend(name: str = "fussy", **options: Any) -> ExpertBackend:
 
 
 def task(*tensors: Tensor, **more: Any) -> Task:
-    """A task without waiters, for an executor that is called directly."""
+    """Task without waiters, for an executor that is called directly."""
     return Task(tensors, tensors[0].shape[0], **more)
 
 
@@ -118,12 +118,12 @@ def rows(count: int, seed: int, width: int = WIDTH) -> Tensor:
 
 
 def close(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether both are there, and differ by rounding alone."""
+    """Whether both are tensors that are equal up to rounding."""
     return a is not None and b is not None and torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
 def fingerprint(value: Any) -> list[Any]:
-    """Something comparable out of a nested state: tensors by their bytes."""
+    """Convert a nested state to comparable lists. Tensors are represented by their bytes."""
     if isinstance(value, Tensor):
         return [tuple(value.shape), str(value.dtype), value.detach().contiguous().view(-1).view(torch.uint8).tolist()]
     if isinstance(value, dict):
@@ -139,7 +139,7 @@ def weights(backend: ExpertBackend) -> list[Any]:
 
 
 def good(answers: Sequence[Answer]) -> list[list[Tensor]]:
-    """The results of answers. Raises an error among them."""
+    """Return the results among the answers. Raises the first error."""
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
@@ -159,7 +159,7 @@ def work(backend: ExpertBackend) -> None:
         ready = [(number, pool) for number, pool in heads if number is not None]
         if not ready:
             return
-        pool = min(ready, key=lambda each: each[0])[1]
+        pool = min(ready, key=lambda number_and_pool: number_and_pool[0])[1]
         pool.run_batch()
 
 
@@ -168,13 +168,13 @@ def backward(backend: ExpertBackend, seed: int = 0, size: int = 2, **more: Any) 
 
 
 def answered(backend: ExpertBackend, *futures: "Future[Results]") -> list[Any]:
-    """The results or errors of these, after all waiting tasks have run."""
+    """Run all waiting tasks, then return the result or error of each future."""
     work(backend)
     return [future.exception(0) or future.result(0) for future in futures]
 
 
 def send_step(backend: ExpertBackend, seed: int = 0, mini_batch: bool = False) -> list[Any]:
-    """The results or errors of one step: of a backward, or of two with further seeds and their commit."""
+    """Run one step and return its results or errors. With ``mini_batch``: two backwards and their commit."""
     name = f"m{seed}" if mini_batch else None
     sent = [backward(backend, seed + part, client="ann", mini_batch=name) for part in range(1 + mini_batch)]
     answers = answered(backend, *sent)
@@ -182,6 +182,6 @@ def send_step(backend: ExpertBackend, seed: int = 0, mini_batch: bool = False) -
 
 
 def assert_same_state(one: nn.Module, other: nn.Module) -> None:
-    """Parameters and buffers differ by rounding alone."""
+    """Assert that parameters and buffers are equal up to rounding."""
     for name, value in other.state_dict().items():
         torch.testing.assert_close(one.state_dict()[name], value, rtol=0, atol=1e-12, msg=lambda s, n=name: n + s)

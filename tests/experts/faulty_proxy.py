@@ -1,7 +1,7 @@
-"""A TCP proxy that delays, stalls and cuts connections, or lets them go silent, by a seed.
+"""TCP proxy that delays, stalls, cuts or silences connections, reproducibly by a seed.
 
-Pieces of bytes are late each by itself, but none overtakes another. A silent connection is half open: what is sent on
-it vanishes, and neither side is told, until ``silent_seconds`` are over.
+Each piece of data has its own delay, but pieces stay in order. A silent connection is half open: data sent on it is
+lost, and neither side is notified until ``silent_seconds`` have passed.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, Self, cast
 
 _PIECE = 1 << 16
 _FOR_EVER = float("inf")
-_AHEAD = 64  # pieces that one direction may have under way
+_AHEAD = 64  # limit of pieces in flight per direction
 
 
 @dataclass(frozen=True)
 class NetworkFaults:
-    """``late``: the mean of a piece's delay in seconds, of an exponential distribution. ``cut``, ``silent``: how likely
-    its connection ends there, or goes silent. ``stall``: how likely it waits ``stall_seconds`` more. ``least``:
-    bytes of a piece that is counted and may be lost, so that calls can be told from what HTTP/2 says to itself.
+    """``late``: mean delay of a piece in seconds, exponentially distributed. ``cut``, ``silent``: probability that the
+    connection ends or goes silent at a piece. ``stall``: probability of an additional delay of ``stall_seconds``.
+    ``least``: minimal bytes of a piece that is counted and can be lost, which excludes HTTP/2 control frames.
     """
 
     late: float = 0.0
@@ -41,8 +41,8 @@ NO_FAULTS = NetworkFaults()
 
 
 class FaultyProxy:
-    """A proxy to ``address``; ``network_faults`` may be set at any time. It counts ``connections``, ``cuts``,
-    ``silences``, the pieces that clients sent (``asked``), and those of either direction that never arrived (``lost``).
+    """Proxy to ``address``. ``network_faults`` can be set at any time. Counts ``connections``, ``cuts``, ``silences``,
+    pieces sent by clients (``asked``), and pieces of either direction that never arrived (``lost``).
     """
 
     def __init__(self, address: str, network_faults: NetworkFaults = NO_FAULTS, seed: int = 0) -> None:
@@ -54,12 +54,12 @@ class FaultyProxy:
         self._listener.setblocking(False)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._loop = asyncio.new_event_loop()
-        self._there = threading.Event()
+        self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bad-network")
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._there.wait()
+        self._started.wait()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -69,11 +69,11 @@ class FaultyProxy:
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner, suppress(asyncio.CancelledError):
-            runner.run(self._serve())  # which cancels what is left of the connections
+            runner.run(self._serve())  # the runner cancels the remaining connection tasks
 
     async def _serve(self) -> None:
         self._serving: asyncio.Task[Any] = cast("asyncio.Task[Any]", asyncio.current_task())
-        self._there.set()
+        self._started.set()
         tasks: set[asyncio.Task[None]] = set()
         while True:
             client, _ = await self._loop.sock_accept(self._listener)
@@ -85,24 +85,24 @@ class FaultyProxy:
     async def _connected(self, client: socket.socket, number: int) -> None:
         reader, writer = await asyncio.open_connection(sock=client)
         try:
-            back, there = await asyncio.open_connection(*self._server)
+            server_reader, server_writer = await asyncio.open_connection(*self._server)
         except OSError:
             writer.transport.abort()
             return
-        link = _Link(self, writer, there)
-        to = link.carry(reader, there, Random(f"{self._seed}/{number}/to"), asks=True)
-        back_again = link.carry(back, writer, Random(f"{self._seed}/{number}"))
-        ways = [asyncio.create_task(to), asyncio.create_task(back_again)]
+        link = _Link(self, writer, server_writer)
+        requests = link.carry(reader, server_writer, Random(f"{self._seed}/{number}/to"), asks=True)
+        replies = link.carry(server_reader, writer, Random(f"{self._seed}/{number}"))
+        directions = [asyncio.create_task(requests), asyncio.create_task(replies)]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
         finally:
             link.end()
-            for each in ways:
-                each.cancel()
+            for direction in directions:
+                direction.cancel()
 
 
 class _Piece(NamedTuple):
-    """Bytes, and what was drawn for them when they came. ``due``: time of the loop."""
+    """Bytes and the random values drawn on their arrival. ``due``: time of the event loop."""
 
     data: bytes
     due: float
@@ -118,7 +118,7 @@ class _Link:
     async def carry(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, draw: Random, *, asks: bool = False
     ) -> None:
-        """One direction, until its source ends or the connection is cut."""
+        """Forward one direction until its source ends or the connection is cut."""
         under_way: asyncio.Queue[_Piece | None] = asyncio.Queue(_AHEAD)
         taking = asyncio.create_task(self._take(reader, under_way, draw, asks))
         try:
@@ -156,7 +156,7 @@ class _Link:
             else:
                 writer.write(piece.data)
                 await writer.drain()
-        if self._silent:  # its other end is not told that this one went
+        if self._silent:  # the other end is not notified that this one closed
             await self._over.wait()
 
     def _fall_silent(self, seconds: float) -> None:
@@ -167,5 +167,5 @@ class _Link:
 
     def end(self) -> None:
         self._over.set()
-        for each in self._ends:
-            each.transport.abort()
+        for writer in self._ends:
+            writer.transport.abort()

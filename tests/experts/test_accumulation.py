@@ -1,4 +1,4 @@
-"""Gradients of a mini-batch add up until its owner commits them, as one step."""
+"""Gradients of a mini-batch accumulate until its owner commits them as one step."""
 
 import copy
 from functools import partial
@@ -32,7 +32,7 @@ def test_mini_batch_is_one_step_with_all_its_gradients(tasks: list[tuple[str, in
             work(backend)
     work(backend)
     assert backend.steps == 0
-    first = copy.deepcopy(plain)  # the sums are of gradients at the first weights, whatever is committed in between
+    first = copy.deepcopy(plain)  # all gradients were computed at the initial weights
     for steps, name in enumerate(dict.fromkeys(name for name, _, _ in tasks)):
         [[count]] = answered(backend, backend.commit(name, client="ann"))
         assert count.tolist() == [steps + 1]
@@ -77,7 +77,7 @@ def test_commit_does_not_overtake_earlier_gradients() -> None:
 
 @pytest.mark.parametrize("fault", [GradientError, StepError])
 def test_failed_commit_loses_its_sum_and_frees_the_name(monkeypatch: pytest.MonkeyPatch, fault: type) -> None:
-    """Also the keys of its gradients, so that the mini-batch can be sent again."""
+    """The keys of its gradients are freed too, so that the mini-batch can be sent again."""
 
     def fail() -> None:
         raise ZeroDivisionError("mine")
@@ -90,7 +90,7 @@ def test_failed_commit_loses_its_sum_and_frees_the_name(monkeypatch: pytest.Monk
     if fault is StepError:
         monkeypatch.setattr(backend, "apply_gradients", fail)
     else:
-        for _ in range(3):  # each passes alone, and their sum does not
+        for _ in range(3):  # each passes alone, but their sum is too large
             huge = rows(2, 3) * 2e5
             answered(backend, backend.backward_pool.submit_task(rows(2, 2), huge, client="ann", mini_batch="m"))
     assert isinstance(*answered(backend, backend.commit("m", client="ann")), fault)
@@ -113,7 +113,7 @@ def test_abandoned_mini_batch_makes_room_and_accepts_no_more(how: str) -> None:
         backend.discard("a", client="ann")
         backend.discard("a", client="bob")
     other, late = answered(backend, add(backend, "b", 0), add(backend, "a", 1))
-    assert isinstance(other, list) and is_commit_error(late), "else a commit would apply the second half of it"
+    assert isinstance(other, list) and is_commit_error(late), "otherwise a commit would apply only its second half"
     assert answered(backend, backend.commit("b", client="ann"))[0][0].item() == 1 == backend.steps
     assert backend.idempotency.step_of("backward", "ann", "k") is None
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whoever crashes when, the old one or the new one can be read, and what was promised is there."""
+"""After any crash the old or the new checkpoint is readable, and no completed save is lost."""
 
 import errno
 import fcntl
@@ -31,14 +31,14 @@ def state(step: int) -> dict[str, Any]:
     return {"w": torch.full((5,), float(step)), "b": torch.full((2, 2), step), "lr": step / 7}
 
 
-def step_of(found: Any) -> int | None:
-    """The one step that all parts of what was loaded tell."""
-    if found is None:
+def step_of(loaded: Any) -> int | None:
+    """Return the step of a loaded checkpoint, and assert that all its parts agree on it."""
+    if loaded is None:
         return None
-    tensors = torch.cat([found.state["w"].double(), found.state["b"].double().ravel()])
-    steps = {*tensors.tolist(), float(found.step), float(found.extra["keys"][-1]), round(found.state["lr"] * 7, 6)}
+    tensors = torch.cat([loaded.state["w"].double(), loaded.state["b"].double().ravel()])
+    steps = {*tensors.tolist(), float(loaded.step), float(loaded.extra["keys"][-1]), round(loaded.state["lr"] * 7, 6)}
     assert len(steps) == 1, steps
-    return found.step
+    return loaded.step
 
 
 def save(store: FolderCheckpointStore, step: int) -> None:
@@ -46,7 +46,7 @@ def save(store: FolderCheckpointStore, step: int) -> None:
 
 
 def run(disk: CrashingDisk, steps: range, keep: int) -> int | None:
-    """Open, load and save each of `steps`; the last step that was promised to be safe when it crashed, or ended."""
+    """Open, load and save each of `steps`. Returns the last step whose save completed before the crash or the end."""
     promised = None
     try:
         store = FolderCheckpointStore(ROOT, keep=keep, disk=disk)
@@ -74,21 +74,21 @@ def test_crash_leaves_the_old_or_the_new_checkpoint(keep: int, seed: int) -> Non
         disk = CrashingDisk(crash_at)
         promised = run(disk, range(1, 5), keep)
         after = disk.after_crash(random.Random(1000 * seed + crash_at))
-        found = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=after).load_newest(UID))
-        assert found in ({promised, promised + 1} if promised else {None, 1}), (crash_at, promised, found)
+        loaded = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=after).load_newest(UID))
+        assert loaded in ({promised, promised + 1} if promised else {None, 1}), (crash_at, promised, loaded)
 
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=5), st.integers(1, 3), st.integers(0, 1 << 30))
-def test_crash_after_crash_nothing_that_was_promised_is_lost(crashes: list[int], keep: int, seed: int) -> None:
+def test_repeated_crashes_lose_no_completed_save(crashes: list[int], keep: int, seed: int) -> None:
     disk, draw, promised = CrashingDisk(), random.Random(seed), 0
     for crash_at in crashes:
         disk.crash_at, disk.moments = crash_at, 0
         promised = run(disk, range(promised + 1, promised + 4), keep) or promised
         disk = disk.after_crash(draw)
-        found = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=disk).load_newest(UID)) or 0
-        assert promised <= found <= promised + 1
-        promised = found
+        loaded = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=disk).load_newest(UID)) or 0
+        assert promised <= loaded <= promised + 1
+        promised = loaded
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
@@ -101,14 +101,14 @@ def test_killed_process_loses_no_reported_checkpoint(tmp_path: Path) -> None:
         if child == 0:
             try:
                 store = FolderCheckpointStore(tmp_path, keep=2)
-                found = store.load_newest(UID)
-                for step in range((found.step if found else 0) + 1, 1 << 30):
+                loaded = store.load_newest(UID)
+                for step in range((loaded.step if loaded else 0) + 1, 1 << 30):
                     save(store, step)
                     os.write(writer, step.to_bytes(8, "little"))
             finally:
                 os._exit(1)
         os.close(writer)
-        reported = os.read(reader, 8)  # it is under way
+        reported = os.read(reader, 8)  # the child has saved its first step
         threading.Event().wait(draw.random() * 0.05)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -128,14 +128,14 @@ def test_damaged_file_is_skipped_and_reported(tmp_path: Path) -> None:
     data = bytearray(files[1].read_bytes())
     data[-1] ^= 1
     files[1].write_bytes(data)
-    found = store.load_newest(UID)
-    assert found is not None and step_of(found) == 1
-    assert len(found.skipped) == 2 and "are not those that were written" in found.skipped[0]
-    for step, content in ((4, serialize([1, 2])), (5, b"no safetensors at all")):  # whole, and no expert's
+    loaded = store.load_newest(UID)
+    assert loaded is not None and step_of(loaded) == 1
+    assert len(loaded.skipped) == 2 and "are not those that were written" in loaded.skipped[0]
+    for step, content in ((4, serialize([1, 2])), (5, b"no safetensors at all")):  # intact, but not an expert
         store.write(EncodedCheckpoint(UID, step, content))
-        found = store.load_newest(UID)
-        assert found is not None and step_of(found) == 1
-    assert any("holds expert None" in each for each in found.skipped)
+        loaded = store.load_newest(UID)
+        assert loaded is not None and step_of(loaded) == 1
+    assert any("holds expert None" in reason for reason in loaded.skipped)
     for file in set((tmp_path / UID).iterdir()) - set(files[1:]):
         if file.suffix:
             file.unlink()
@@ -174,8 +174,8 @@ def test_newest_checkpoints_stay_after_a_return(tmp_path: Path) -> None:
     assert step_of(store.load_newest(UID)) == 15
 
 
-def test_only_a_stores_own_line_of_checkpoints_is_pruned(tmp_path: Path) -> None:
-    """Where locks do not work, two servers may write side by side; neither removes what the other made."""
+def test_store_prunes_only_its_own_checkpoints(tmp_path: Path) -> None:
+    """Without working locks, two servers can write to one folder. Neither removes files of the other."""
     save(FolderCheckpointStore(tmp_path, keep=2), 1)
     mine, other = FolderCheckpointStore(tmp_path, keep=2), FolderCheckpointStore(tmp_path, keep=2)
     for step in (10, 11, 12):
@@ -184,7 +184,7 @@ def test_only_a_stores_own_line_of_checkpoints_is_pruned(tmp_path: Path) -> None
     for step in range(13, 20):
         save(mine, step)
     assert mine.steps(UID) == [19, 18, 50]
-    assert step_of(other.load_newest(UID)) == 19  # from here on, all of it is its line
+    assert step_of(other.load_newest(UID)) == 19  # by loading, it adopts all of these
     save(other, 20)
     assert mine.steps(UID) == [20, 19]
 
@@ -203,7 +203,7 @@ def test_removed_folder_is_created_again(tmp_path: Path) -> None:
 @given(st.lists(st.text(min_size=1, max_size=300), min_size=2, max_size=6, unique=True))
 @example(["..", ".", "../../etc/passwd", "a/b", "A", "a", "ä", "\udc80", "x" * 900, "CON", "a\0b"])
 @settings(max_examples=30)
-def test_experts_of_any_name_keep_apart_and_below_the_root(uids: list[str]) -> None:
+def test_folders_of_any_name_are_distinct_and_below_the_root(uids: list[str]) -> None:
     disk = CrashingDisk()
     store = FolderCheckpointStore(ROOT, disk=disk)
     for number, uid in enumerate(uids):
@@ -211,8 +211,8 @@ def test_experts_of_any_name_keep_apart_and_below_the_root(uids: list[str]) -> N
         assert folder.parent == ROOT and not folder.name.startswith(".") and len(os.fsencode(folder.name)) <= 200
         assert folder.name == folder.name.lower() or "%" in folder.name  # some file systems ignore case
     for number, uid in enumerate(uids):
-        found = store.load_newest(uid)
-        assert found is not None and (found.state["n"], found.uid) == (number, uid)
+        loaded = store.load_newest(uid)
+        assert loaded is not None and (loaded.state["n"], loaded.uid) == (number, uid)
 
 
 def test_encoded_state_is_independent_of_later_steps(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_encoded_state_is_independent_of_later_steps(tmp_path: Path) -> None:
     encoded = store.encode(UID, {"w": w}, 1)
     w.add_(1)
     store.write(encoded)
-    found = store.load_newest(UID)
-    assert found is not None and not found.state["w"].any()
+    loaded = store.load_newest(UID)
+    assert loaded is not None and not loaded.state["w"].any()
 
 
 def test_many_threads_save_many_experts(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_loading_during_a_save_finds_a_checkpoint(tmp_path: Path) -> None:
         step = 1
 
         def read(self, path: Path) -> bytes:
-            if self.step < 4:  # while the file is about to be read, the owner saves, and it is gone
+            if self.step < 4:  # the owner saves just before the read, which removes this file
                 self.step += 1
                 save(writer, self.step)
             return super().read(path)
@@ -246,7 +246,7 @@ def test_loading_during_a_save_finds_a_checkpoint(tmp_path: Path) -> None:
     assert step_of(FolderCheckpointStore(tmp_path, disk=Slow()).load_newest(UID)) == 4
 
 
-def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep is 0"):
         FolderCheckpointStore(tmp_path, keep=0)
     store = FolderCheckpointStore(tmp_path)
@@ -277,7 +277,7 @@ def test_full_disk_keeps_fewer_old_checkpoints(
         save(store, step)
         assert step_of(store.load_newest(UID)) == step
     assert store.steps(UID) == list(range(7, 7 - min(room, keep), -1))
-    assert caplog.text.count("the disk has no room for") == (room <= keep)  # once, however many saves meet it
+    assert caplog.text.count("the disk has no room for") == (room <= keep)  # once, not per save
 
 
 def test_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
@@ -301,14 +301,14 @@ def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
             other.lock(UID, shared=shared)
     lock.release()
     lock.release()
-    replicas = [each.lock(UID, shared=True) for each in (store, other)]
+    replicas = [replica.lock(UID, shared=True) for replica in (store, other)]
     with pytest.raises(CheckpointError, match="belong to another server"):
         store.lock(UID)
-    for each in replicas:
-        each.release()
+    for lock in replicas:
+        lock.release()
     lock = store.lock(UID)
     shutil.rmtree(tmp_path)
-    lock.hold()  # of the folder that is made anew
+    lock.hold()  # locks the recreated folder
     with pytest.raises(CheckpointError, match="belong to another server"):
         other.lock(UID)
     lock.release()
@@ -317,7 +317,7 @@ def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_lock_ends_with_its_process(tmp_path: Path) -> None:
-    """A forked child does not hold it."""
+    """A forked child does not hold the lock."""
     lock, (reader, writer), (began, begin) = FolderCheckpointStore(tmp_path).lock(UID), os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Compression: the largest error of each kind, and the tensors that stay unchanged."""
+"""Compression errors are bounded, and tensors that cannot be compressed stay unchanged."""
 
 import math
 
@@ -16,7 +16,7 @@ LOSSY = [Compression.FP16, Compression.BF16, Compression.INT8]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def there_and_back(tensor: Tensor, how: Compression) -> tuple[Compression, Tensor]:
+def round_trip(tensor: Tensor, how: Compression) -> tuple[Compression, Tensor]:
     done, parts = compress(tensor, how)
     packed = torch.cat([part.clone(memory_format=torch.contiguous_format).ravel().view(torch.uint8) for part in parts])
     assert packed.numel() == packed_bytes(done, tensor.dtype, tensor.shape)
@@ -25,7 +25,7 @@ def there_and_back(tensor: Tensor, how: Compression) -> tuple[Compression, Tenso
 
 @st.composite
 def finite(draw: st.DrawFn) -> Tensor:
-    """Floating point tensors of 2 or 3 axes, of one magnitude or of wildly different ones."""
+    """Floating-point tensors of 2 or 3 axes, with one magnitude or with widely different ones."""
     dtype = draw(st.sampled_from(FLOATS))
     shape = draw(st.sampled_from([(3, 8), (1, 40), (2, 3, 16), (5, 9)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
@@ -38,7 +38,7 @@ def finite(draw: st.DrawFn) -> Tensor:
 
 
 def allowed(values: Tensor, how: Compression, dtype: torch.dtype) -> Tensor:
-    """The largest error of each number, as the docstring of `compress` promises it."""
+    """Largest error of each number that the docstring of `compress` permits."""
     size = values.abs()
     if how is Compression.FP16:
         return size * 2**-11 + 2**-25
@@ -51,7 +51,7 @@ def allowed(values: Tensor, how: Compression, dtype: torch.dtype) -> Tensor:
 
 @given(finite(), st.sampled_from(LOSSY))
 def test_error_of_every_number_is_bounded(tensor: Tensor, how: Compression) -> None:
-    done, seen = there_and_back(tensor, how)
+    done, seen = round_trip(tensor, how)
     assert seen.dtype == tensor.dtype and seen.shape == tensor.shape
     if done is Compression.NONE:
         assert same_bytes(seen, tensor)
@@ -62,7 +62,7 @@ def test_error_of_every_number_is_bounded(tensor: Tensor, how: Compression) -> N
 
 @given(tensors(), st.sampled_from(Compression))
 def test_any_bits_are_compressed_finite_or_unchanged(tensor: Tensor, how: Compression) -> None:
-    done, seen = there_and_back(tensor, how)
+    done, seen = round_trip(tensor, how)
     if done is Compression.NONE:
         assert same_bytes(seen, tensor)
     else:
@@ -75,7 +75,7 @@ def test_integers_and_bools_are_never_lossy(subtests: pytest.Subtests) -> None:
         for dtype in [torch.int64, torch.int32, torch.uint16, torch.uint8, torch.bool]:
             with subtests.test(how=how, dtype=dtype):
                 tensor = random_tensor(dtype, (6, 20), 1)
-                done, seen = there_and_back(tensor, how)
+                done, seen = round_trip(tensor, how)
                 assert done is Compression.NONE and same_bytes(seen, tensor)
 
 
@@ -83,13 +83,13 @@ def test_integers_and_bools_are_never_lossy(subtests: pytest.Subtests) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 65505.0])
 def test_numbers_beyond_the_narrow_type_are_not_capped(how: Compression, bad: float) -> None:
     tensor = torch.zeros(4, 64)
-    assert there_and_back(tensor, how)[0] is how
+    assert round_trip(tensor, how)[0] is how
     tensor[2, 5] = bad
-    done, seen = there_and_back(tensor, how)
+    done, seen = round_trip(tensor, how)
     if not math.isfinite(bad) or how is Compression.FP16:
         assert done is Compression.NONE and same_bytes(seen, tensor)
     tensor[2, 5] = 65504.0
-    assert there_and_back(tensor, how)[0] is how
+    assert round_trip(tensor, how)[0] is how
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -98,7 +98,7 @@ def test_largest_and_smallest_numbers_survive_eight_bits(dtype: torch.dtype) -> 
     tensor = torch.full((3, 64), limits.max, dtype=dtype)
     tensor[1] = limits.smallest_normal / 4
     tensor[2] = 0
-    done, seen = there_and_back(tensor, Compression.INT8)
+    done, seen = round_trip(tensor, Compression.INT8)
     assert done is Compression.INT8 and bool(seen.isfinite().all())
     torch.testing.assert_close(seen[0], tensor[0], rtol=1e-2, atol=0)
     assert not seen[2].any()
@@ -106,15 +106,15 @@ def test_largest_and_smallest_numbers_survive_eight_bits(dtype: torch.dtype) -> 
 
 def test_rows_are_compressed_independently() -> None:
     rows = torch.randn(5, 32) * torch.logspace(-3, 3, 5).unsqueeze(1)
-    together = there_and_back(rows, Compression.INT8)[1]
-    alone = [there_and_back(row.unsqueeze(0), Compression.INT8)[1] for row in rows]
+    together = round_trip(rows, Compression.INT8)[1]
+    alone = [round_trip(row.unsqueeze(0), Compression.INT8)[1] for row in rows]
     assert torch.equal(together, torch.cat(alone))
 
 
 @pytest.mark.parametrize("how", LOSSY)
 @pytest.mark.parametrize("tensor", [torch.ones(()), torch.ones(0, 3), torch.ones(3, 1).half()], ids=["0d", "0", "thin"])
 def test_tensor_that_would_not_shrink_is_unchanged(tensor: Tensor, how: Compression) -> None:
-    done, seen = there_and_back(tensor, how)
+    done, seen = round_trip(tensor, how)
     assert same_bytes(seen, tensor) or (how is Compression.FP16 and done is how)
     assert packed_bytes(done, tensor.dtype, tensor.shape) <= tensor.nbytes
 

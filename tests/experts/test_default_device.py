@@ -1,4 +1,4 @@
-"""Internal tensors of experts do not depend on the default device, for which meta stands here."""
+"""Internal tensors of experts do not depend on the default device, tested with the meta device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def make_inputs(seed: int = 0) -> Tensor:
 
 
 def train_twice(remote: nn.Module) -> list[Any]:
-    """Forward, backward and commit, twice: the outputs, the gradients, and who stepped."""
+    """Run forward, backward and commit twice. Returns the outputs, the gradients and the commit results."""
     results: list[Any] = []
     for seed in range(2):
         x = make_inputs(seed).requires_grad_()
@@ -49,9 +49,9 @@ def run_remote_expert() -> list[Any]:
 
 
 def run_expert() -> list[Any]:
-    """Without a server, so that all is done in this thread: the answers of a backward and of a commit."""
+    """Run a backward and a commit in this thread, without a server. Returns their answers."""
     with torch.device("cpu"):
-        # PyTorch 2.11 makes Adam's counts on the default device of the thread that steps, which is this one here
+        # SGD, because PyTorch 2.11 creates Adam's counters on the default device of the stepping thread.
         backend, x, gradient = fussy_backend(optimizer=sgd), rows(2, 0), rows(2, 1)
     sent = backend.backward_pool.submit_task(x, gradient, client="ann", mini_batch="m")
     answers = answered(backend, sent) + answered(backend, backend.commit("m", client="ann"))
@@ -77,10 +77,10 @@ RUNS: dict[str, Run] = {
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_experts_work_under_any_default_device(kind: str) -> None:
-    wanted = RUNS[kind]()
+    expected = RUNS[kind]()
     with torch.device("meta"):
         seen = RUNS[kind]()
-    for one, other in zip(seen, wanted, strict=True):
+    for one, other in zip(seen, expected, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
@@ -95,7 +95,7 @@ def test_caches_made_under_a_default_device_work_without_it() -> None:
         for lease in experts.leases.values():
             experts.directory.withdraw(lease)
         with torch.device("meta"):
-            y = mixture(make_inputs())  # zeros for nobody are where answers would be
+            y = mixture(make_inputs())  # zeros, on the device that answers would have
         assert not y.any() and y.shape == (16, WIDTH)
 
 
@@ -104,5 +104,5 @@ def test_files_and_messages_work_under_any_default_device() -> None:
     with torch.device("meta"):
         read = deserialize(serialize(state))
         body = aligned_body(memoryview(bytes(range(16)))[3:])
-    assert all(each.device.type == "cpu" and torch.equal(each, state[name]) for name, each in read.items())
+    assert all(tensor.device.type == "cpu" and torch.equal(tensor, state[name]) for name, tensor in read.items())
     assert np.array_equal(body, np.arange(3, 16))

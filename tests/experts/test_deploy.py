@@ -1,4 +1,4 @@
-"""The files below deploy/ are what systemd and Kubernetes can read, and fit together."""
+"""The files below deploy/ are valid for systemd, Kubernetes and Docker, and are consistent with each other."""
 
 import json
 import re
@@ -29,12 +29,16 @@ UNIT = DEPLOY / "systemd" / "torchweft-experts.service"
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    yaml = pytest.importorskip("yaml", reason="there is no PyYAML here, which reads the manifests")
+    yaml = pytest.importorskip("yaml", reason="PyYAML, which reads the manifests, is not installed")
     return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text("utf-8")))
 
 
+def stateful_set(name: str) -> dict[str, Any]:
+    return next(document for document in documents(name) if document["kind"] == "StatefulSet")
+
+
 def check_configuration(text: str) -> None:
-    """It names a directory, kinds of experts that there are, and an address that clients can call."""
+    """Assert that a config names a directory, known kinds of experts and an address that clients can call."""
     table = tomllib.loads(text)
     assert listen_faults(table["address"], table.get("advertise"), listed_there=True) == []
     directory = open_directory(table["directory"])
@@ -46,21 +50,21 @@ def check_configuration(text: str) -> None:
         make_expert(entry["kind"], **entry["arguments"])
 
 
-def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(UNIT, "utf-8")
     assert set(unit.sections()) == {"Unit", "Service", "Install"}
     assert unit["Service"]["ExecStart"].split()[1:] == ["serve", "/etc/torchweft/experts.toml"]
     service = unit["Service"]
-    assert int(service["TimeoutStopSec"]) > 5  # longer than the server takes to drain
-    assert service["Type"] == "notify" and service["TimeoutStartSec"] == "15min"  # restoring takes its time
-    # A fault of the configuration, for which `torchweft serve` exits with 2, would be the same in every restart.
+    assert int(service["TimeoutStopSec"]) > 5  # longer than the draining of the server
+    assert service["Type"] == "notify" and service["TimeoutStartSec"] == "15min"  # restoring can take minutes
+    # `torchweft serve` exits with 2 for an invalid configuration, which a restart cannot fix.
     assert (service["Restart"], service["RestartPreventExitStatus"]) == ("always", "2")
     assert service["MemoryMax"] == "80%"
     tool = shutil.which("systemd-analyze")
     if tool is None:
-        pytest.skip("there is no `systemd-analyze` on the path, which checks the rest")
+        pytest.skip("`systemd-analyze`, which checks the rest, is not on the path")
     copy = tmp_path / UNIT.name
     copy.write_text(UNIT.read_text("utf-8").replace("/opt/torchweft/bin/torchweft", sys.executable))
     seen = subprocess.run([tool, "verify", str(copy)], capture_output=True, text=True, timeout=60, check=False)
@@ -70,12 +74,12 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
 def test_systemd_rates_the_unit_as_well_confined() -> None:
     tool = shutil.which("systemd-analyze")
     if tool is None:
-        pytest.skip("there is no `systemd-analyze` on the path, which rates units")
-    # In tenths: 1.4 when this was written; 7.5 before the unit was confined.
+        pytest.skip("`systemd-analyze`, which rates units, is not on the path")
+    # The threshold is in tenths. The rating is 1.4, and was 7.5 before the unit was confined.
     command = [tool, "security", "--offline=true", "--threshold=15", str(UNIT)]
     seen = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if "offline" in seen.stderr:
-        pytest.skip("this `systemd-analyze` rates no files: " + seen.stderr.strip())
+        pytest.skip("this `systemd-analyze` cannot rate files: " + seen.stderr.strip())
     assert seen.returncode == 0, seen.stdout
 
 
@@ -90,7 +94,7 @@ def test_configuration_reads_keys_that_the_unit_loads() -> None:
 
 
 @pytest.mark.parametrize("name", ["etcd.yaml", "experts.yaml"])
-def test_a_manifest_is_what_the_schema_of_kubernetes_wants(name: str) -> None:
+def test_manifest_matches_the_kubernetes_schema(name: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="the extra `manifests` brings the schemas")
     for document in documents(name):
         kubernetes_validate.validate(document, "1.32", strict=True)
@@ -98,8 +102,8 @@ def test_a_manifest_is_what_the_schema_of_kubernetes_wants(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["etcd.yaml", "experts.yaml"])
 def test_the_pods_of_a_manifest_are_confined(name: str) -> None:
-    found = {document["kind"]: document for document in documents(name)}
-    template = found["StatefulSet"]["spec"]["template"]
+    by_kind = {document["kind"]: document for document in documents(name)}
+    template = by_kind["StatefulSet"]["spec"]["template"]
     pod = template["spec"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -110,35 +114,35 @@ def test_the_pods_of_a_manifest_are_confined(name: str) -> None:
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False and context["readOnlyRootFilesystem"] is True
         assert context["capabilities"] == {"drop": ["ALL"]}
-    policy = found["NetworkPolicy"]["spec"]
+    policy = by_kind["NetworkPolicy"]["spec"]
     assert policy["podSelector"]["matchLabels"] == template["metadata"]["labels"]
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
-    assert all(rule.get("from") for rule in policy["ingress"]), "a rule without `from` lets everybody in"
-    # and all its parts fit together
-    assert all({"apiVersion", "kind", "metadata"} <= document.keys() for document in found.values())
-    workload, service, labels = found["StatefulSet"]["spec"], found["Service"], template["metadata"]["labels"]
+    assert all(rule.get("from") for rule in policy["ingress"]), "a rule without `from` admits every client"
+    # The parts of the manifest refer to each other.
+    assert all({"apiVersion", "kind", "metadata"} <= document.keys() for document in by_kind.values())
+    workload, service, labels = by_kind["StatefulSet"]["spec"], by_kind["Service"], template["metadata"]["labels"]
     assert workload["serviceName"] == service["metadata"]["name"]
     assert labels == workload["selector"]["matchLabels"] == service["spec"]["selector"]
-    volumes = {each["name"] for each in pod["volumes"]}
-    volumes |= {each["metadata"]["name"] for each in workload["volumeClaimTemplates"]}
-    ports = {each["name"]: each["containerPort"] for each in pod["containers"][0]["ports"]}
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    volumes |= {claim["metadata"]["name"] for claim in workload["volumeClaimTemplates"]}
+    ports = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
     for container in [*pod["containers"], *pod.get("initContainers", [])]:
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
     for port in service["spec"]["ports"]:
         assert ports[port["name"]] == port["port"]
 
 
-def test_the_configuration_of_a_pod_names_what_there_is() -> None:
+def test_pod_configuration_names_existing_members() -> None:
     text = pod_configuration()
     check_configuration(text)
     assert tomllib.loads(text)["experts"][0]["name"] == "ffn.3.{}"
-    members = found_members()
+    members = etcd_members()
     assert [f"{member}.etcd:2379" for member in members] == tomllib.loads(text)["directory"].split("/")[2].split(",")
 
 
 def pod_configuration() -> str:
-    found = {document["kind"]: document for document in documents("experts.yaml")}
-    return str(found["ConfigMap"]["data"]["experts.toml"]).replace("@NAME@", "torchweft-3").replace("@NUMBER@", "3")
+    by_kind = {document["kind"]: document for document in documents("experts.yaml")}
+    return str(by_kind["ConfigMap"]["data"]["experts.toml"]).replace("@NAME@", "torchweft-3").replace("@NUMBER@", "3")
 
 
 SHIPPED = {"systemd": (DEPLOY / "experts.toml").read_text, "a pod": pod_configuration}
@@ -146,7 +150,7 @@ TOKEN = "0123456789abcdef"
 
 
 def served_here(text: str, folder: Path, authority: Authority) -> Server:
-    """The server of a shipped configuration, with certificates of this test, free ports, and without a directory."""
+    """Server of a shipped configuration with test certificates and free ports, but without a directory."""
     table = tomllib.loads(text)
     for name in ("directory", "directory_tls", "advertise", "checkpoints"):
         del table[name]
@@ -166,7 +170,7 @@ def served_here(text: str, folder: Path, authority: Authority) -> Server:
 def test_torchweft_status_works_as_shipped(
     where: str, tmp_path: Path, authority: Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever has a server's certificate reads the status, as the docs say; a trainer does not."""
+    """A client with a server's certificate can read the status, as the docs say. A trainer cannot."""
     text = SHIPPED[where]()
     admins = [grant["client"] for grant in tomllib.loads(text)["grants"] if grant["role"] == "admin"]
     users = re.findall(r"^ensure user add (\S+)", (DEPLOY / "etcd-users.sh").read_text("utf-8"), re.MULTILINE)
@@ -190,14 +194,14 @@ def test_torchweft_status_works_as_shipped(
 
 
 def test_metrics_have_one_port_as_shipped(tmp_path: Path, authority: Authority) -> None:
-    """The panel's port is that of the pod, the service and the policy, and is open to one label and to the token."""
+    """Panel, pod, service and policy agree on the port, which is open to one label and needs the token."""
     ports = {parse_address(tomllib.loads(text())["panel"]["address"])[1] for text in SHIPPED.values()}
-    found = {document["kind"]: document["spec"] for document in documents("experts.yaml") if "spec" in document}
-    (container,) = found["StatefulSet"]["template"]["spec"]["containers"]
-    ports |= {each["containerPort"] for each in container["ports"] if each["name"] == "metrics"}
-    ports |= {each["port"] for each in found["Service"]["ports"] if each["name"] == "metrics"}
+    by_kind = {document["kind"]: document["spec"] for document in documents("experts.yaml") if "spec" in document}
+    (container,) = by_kind["StatefulSet"]["template"]["spec"]["containers"]
+    ports |= {port["containerPort"] for port in container["ports"] if port["name"] == "metrics"}
+    ports |= {port["port"] for port in by_kind["Service"]["ports"] if port["name"] == "metrics"}
     (port,) = ports
-    rules = [rule for rule in found["NetworkPolicy"]["ingress"] if port in [each["port"] for each in rule["ports"]]]
+    rules = [rule for rule in by_kind["NetworkPolicy"]["ingress"] if port in [other["port"] for other in rule["ports"]]]
     assert rules == [
         {
             "from": [{"podSelector": {"matchLabels": {"torchweft-metrics": "true"}}}],
@@ -215,7 +219,7 @@ def test_metrics_have_one_port_as_shipped(tmp_path: Path, authority: Authority) 
 
 
 def probe_command(container: dict[str, Any], name: str = "$HOSTNAME") -> list[str]:
-    """The words of the liveness probe in a pod of this name."""
+    """Command line of the liveness probe in a pod of this name."""
     shell, option, text = container["livenessProbe"]["exec"]["command"]
     assert (shell, option) == ("sh", "-c")
     return shlex.split(text.replace("$HOSTNAME", name))
@@ -224,8 +228,8 @@ def probe_command(container: dict[str, Any], name: str = "$HOSTNAME") -> list[st
 def test_liveness_probe_runs_against_the_server_as_shipped(
     tmp_path: Path, authority: Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The probe calls the pod by its number, and gives the name that is in the certificate."""
-    spec = next(each for each in documents("experts.yaml") if each["kind"] == "StatefulSet")["spec"]
+    """The probe connects to the loopback address and passes the name in the certificate."""
+    spec = stateful_set("experts.yaml")["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     run, command, *words = probe_command(container, "torchweft-1")
     assert (run, command, words[0]) == ("exec", "torchweft", "health")
@@ -251,10 +255,10 @@ def test_liveness_probe_runs_against_the_server_as_shipped(
 
 @pytest.mark.parametrize("name", ["etcd.yaml", "experts.yaml"])
 def test_drained_nodes_take_one_server_at_a_time(name: str) -> None:
-    found = {document["kind"]: document["spec"] for document in documents(name) if "spec" in document}
-    template = found["StatefulSet"]["template"]
+    by_kind = {document["kind"]: document["spec"] for document in documents(name) if "spec" in document}
+    template = by_kind["StatefulSet"]["template"]
     selector = {"matchLabels": template["metadata"]["labels"]}
-    assert found["PodDisruptionBudget"] == {"maxUnavailable": 1, "selector": selector}
+    assert by_kind["PodDisruptionBudget"] == {"maxUnavailable": 1, "selector": selector}
     (rules,) = template["spec"]["affinity"]["podAntiAffinity"].values()
     (term,) = (rule.get("podAffinityTerm", rule) for rule in rules)
     assert term["topologyKey"] == "kubernetes.io/hostname" and term["labelSelector"] == selector
@@ -264,21 +268,21 @@ DOCKERFILE = DEPLOY / "Dockerfile"
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The instructions of the Dockerfile and their arguments, with continued lines joined."""
+    """Instructions of the Dockerfile and their arguments, with continued lines joined."""
     lines = [line for line in DOCKERFILE.read_text("utf-8").splitlines() if line and not line.startswith("#")]
     text = "\n".join(lines).replace("\\\n", " ")
     return [(line.partition(" ")[0], line.partition(" ")[2].strip()) for line in text.splitlines()]
 
 
 def test_dockerfile_builds_the_images_of_the_manifests() -> None:
-    """Its own comments build them, by stages that exist."""
+    """The commands in its comments build them from existing stages."""
     text = DOCKERFILE.read_text("utf-8")
     built = dict(reversed(pair) for pair in re.findall(r"--target (\w+) -t (\S+) \.", text))
     stages = [argument.split()[-1] for name, argument in instructions() if name == "FROM"]
     assert set(built.values()) <= set(stages) and stages[-1] == "experts"
     images: dict[str, Any] = {}
     for manifest, target in (("experts.yaml", "experts"), ("pipeline.yaml", "train")):
-        workload = next(each for each in documents(manifest) if each["kind"] in ("StatefulSet", "Job"))
+        workload = next(document for document in documents(manifest) if document["kind"] in ("StatefulSet", "Job"))
         pod = workload["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         images[container["image"]] = target
@@ -292,7 +296,7 @@ def test_dockerfile_builds_the_images_of_the_manifests() -> None:
 def test_dockerfile_copies_what_the_context_holds() -> None:
     ignore = (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").splitlines()
     patterns = [line for line in ignore if line and not line.startswith("#")]
-    assert patterns[0] == "*"  # everything, but for the exceptions that follow
+    assert patterns[0] == "*"  # everything except the exceptions that follow
     sent = {pattern[1:] for pattern in patterns if pattern.startswith("!")}
     assert all((DEPLOY.parent / name).exists() for name in sent)
     defaults = dict(argument.split("=", 1) for name, argument in instructions() if name == "ARG" and "=" in argument)
@@ -309,7 +313,7 @@ def test_dockerfile_keeps_to_good_practice() -> None:
     names = [name for name, _ in instructions()]
     assert {"USER", "HEALTHCHECK", "ENTRYPOINT", "CMD"} <= set(names)
     known = {"FROM", "ARG", "ENV", "WORKDIR", "COPY", "RUN", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
-    assert set(names) <= known  # ADD, MAINTAINER and misspelt names are not
+    assert set(names) <= known  # excludes ADD, MAINTAINER and misspelt names
     users = [argument for name, argument in instructions() if name == "USER"]
     assert not {user.split(":")[0] for user in users} & {"root", "0"}
     for name, argument in instructions():
@@ -325,16 +329,16 @@ def test_dockerfile_keeps_to_good_practice() -> None:
     assert cli.parse([*entry["ENTRYPOINT"], *entry["CMD"]][1:]).config == Path("/etc/torchweft/experts.toml")
 
 
-def test_hadolint_has_no_complaint_about_the_dockerfile() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     tool = shutil.which("hadolint")
     if tool is None:
-        pytest.skip("there is no `hadolint` on the path, which lints Dockerfiles")
+        pytest.skip("`hadolint`, which lints Dockerfiles, is not on the path")
     seen = subprocess.run([tool, str(DOCKERFILE)], capture_output=True, text=True, timeout=60, check=False)
     assert seen.returncode == 0, seen.stdout
 
 
 ETCDCTL = """#!/bin/sh
-# As etcd: a user or role that exists is an error, and every other repetition is not.
+# Like etcd: adding an existing user or role is an error, every other repetition succeeds.
 echo "$*" >>"$STATE/calls"
 case "$1 $2" in
 "user add" | "role add")
@@ -349,8 +353,8 @@ esac
 """
 
 
-def test_users_of_etcd_can_be_made_again(tmp_path: Path) -> None:
-    """A repeated run changes nothing, and one after an interruption makes the rest. Other errors end it."""
+def test_etcd_users_script_can_be_repeated(tmp_path: Path) -> None:
+    """A repeated run changes nothing. A run after an interruption completes the rest. Other errors end it."""
     tool = tmp_path / "etcdctl"
     tool.write_text(ETCDCTL)
     tool.chmod(0o700)
@@ -371,7 +375,7 @@ def test_users_of_etcd_can_be_made_again(tmp_path: Path) -> None:
 
 
 STUB = """#!/bin/sh
-# Stands for a program of another machine, and checks the files that it is given.
+# Stub for a program of another machine that checks the files in its arguments.
 echo "${0##*/} $*" >>"$LOG"
 for word; do
     case $word in
@@ -385,7 +389,7 @@ case "${0##*/} $1 $2" in
 esac
 """
 INSTALL = """#!/bin/sh
-# Without the owner, which is a user of another machine.
+# Ignores the owner, a user of another machine.
 if [ "$1" = -o ]; then shift 4; fi
 exec /usr/bin/install "$@"
 """
@@ -393,9 +397,9 @@ PROGRAMS = ("apt-get", "systemctl", "kubectl", "docker", "etcdctl", "curl", "pyt
 
 
 def test_blocks_of_the_page_can_be_pasted_in_order(tmp_path: Path, authority: Authority) -> None:
-    """All of docs/experts_etcd.md, with stubs for the programs of other machines. Certificates and files are real."""
+    """Runs all of docs/experts_etcd.md with stubs for programs of other machines, but real certificates and files."""
     if shutil.which("openssl") is None:
-        pytest.skip("there is no `openssl` on the path, which makes the certificates")
+        pytest.skip("`openssl`, which creates the certificates, is not on the path")
     tools, root = tmp_path / "bin", tmp_path / "root"
     for folder in ("etc/default", "etc/systemd/system", "opt"):
         (root / folder).mkdir(parents=True)
@@ -413,7 +417,7 @@ def test_blocks_of_the_page_can_be_pasted_in_order(tmp_path: Path, authority: Au
     calls = (tmp_path / "log").read_text("utf-8")
     assert calls.count("etcdctl ") == 24 and "docker build -f deploy/Dockerfile --target experts" in calls
     assert all(f"kubectl create secret generic {name} " in calls for name in secrets_of_the_manifests())
-    # The machine has what the unit loads and the configuration reads.
+    # The commands create all files that the unit loads and the configuration reads.
     loaded = re.findall(r"^LoadCredential=[^:]+:/etc/(.*)$", UNIT.read_text("utf-8"), re.MULTILINE)
     assert len(loaded) == 6 and all((root / "etc" / path).stat().st_size for path in loaded)
     table = tomllib.loads((root / "etc/torchweft/experts.toml").read_text("utf-8"))
@@ -424,33 +428,30 @@ def test_blocks_of_the_page_can_be_pasted_in_order(tmp_path: Path, authority: Au
     assert {path.name for path in folder.iterdir()} == set(names)
     # etcd on machines has the options of etcd in pods.
     settings = dict(line.split("=", 1) for line in (root / "etc/default/etcd").read_text("utf-8").splitlines())
-    workload = next(each for each in documents("etcd.yaml") if each["kind"] == "StatefulSet")
+    workload = stateful_set("etcd.yaml")
     options = [word[2:].split("=")[0] for word in workload["spec"]["template"]["spec"]["containers"][0]["args"]]
     in_pods_only = {"ETCD_DATA_DIR", "ETCD_LISTEN_METRICS_URLS"}
     assert {f"ETCD_{name.upper().replace('-', '_')}" for name in options} - in_pods_only == set(settings)
 
 
 def secrets_of_the_manifests() -> set[str]:
-    workloads = [each for name in ("etcd.yaml", "experts.yaml") for each in documents(name)]
-    volumes = [
-        v for each in workloads if each["kind"] == "StatefulSet" for v in each["spec"]["template"]["spec"]["volumes"]
-    ]
+    workloads = [stateful_set(name) for name in ("etcd.yaml", "experts.yaml")]
+    volumes = [volume for workload in workloads for volume in workload["spec"]["template"]["spec"]["volumes"]]
     return {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
 
 
-def found_members() -> list[str]:
-    workload = next(each for each in documents("etcd.yaml") if each["kind"] == "StatefulSet")
+def etcd_members() -> list[str]:
+    workload = stateful_set("etcd.yaml")
     return [f"{workload['metadata']['name']}-{i}" for i in range(workload["spec"]["replicas"])]
 
 
-def test_etcd_knows_every_option_that_it_is_given() -> None:
-    workload = next(each for each in documents("etcd.yaml") if each["kind"] == "StatefulSet")
-    arguments = workload["spec"]["template"]["spec"]["containers"][0]["args"]
+def test_etcd_knows_every_option_of_the_manifest() -> None:
+    arguments = stateful_set("etcd.yaml")["spec"]["template"]["spec"]["containers"][0]["args"]
     cluster = next(word for word in arguments if word.startswith("--initial-cluster="))
-    assert [word.split("=")[0] for word in cluster.removeprefix("--initial-cluster=").split(",")] == found_members()
+    assert [word.split("=")[0] for word in cluster.removeprefix("--initial-cluster=").split(",")] == etcd_members()
     tool = shutil.which("etcd")
     if tool is None:
-        pytest.skip("there is no `etcd` on the path, which says what options it has")
-    said = subprocess.run([tool, "--help"], capture_output=True, text=True, timeout=20, check=False)
-    known = set((said.stdout + said.stderr).split())
+        pytest.skip("`etcd`, which lists its options, is not on the path")
+    output = subprocess.run([tool, "--help"], capture_output=True, text=True, timeout=20, check=False)
+    known = set((output.stdout + output.stderr).split())
     assert [word for word in arguments if word.split("=")[0] not in known] == []

@@ -1,4 +1,4 @@
-"""Server and client together over gRPC: as a layer among others, under load, and when one of them dies."""
+"""Server and client over gRPC: as a layer of a model, under load, and when one of them dies."""
 
 import os
 import subprocess
@@ -48,16 +48,16 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 class Calling(nn.Module):
-    """A module that asks another expert, and counts how often it was asked itself."""
+    """Module that calls other experts and counts its own calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.others: list[nn.Module] = []
-        self.asked = 0
+        self.own_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.asked += bool(self.others)
+        self.own_calls += bool(self.others)
         for other in self.others:
             x = other(x)
         return self.linear(x)
@@ -76,7 +76,7 @@ def test_error_of_a_nested_expert_is_the_module_s(server: Server, backward: bool
         other.shutdown()
         with pytest.raises(ExpertFailedError, match="UnreachableError: ") as caught:
             remote(rows(2, 0)) if y is None else y.sum().backward()
-        assert caught.value.details["type"] == "RuntimeError" and module.asked == 1
+        assert caught.value.details["type"] == "RuntimeError" and module.own_calls == 1
         module.others = [RemoteExpert("nobody", server.address)]
         with pytest.raises(ExpertFailedError, match="UnknownExpertError: there is no expert 'nobody'"):
             remote(rows(2, 0))
@@ -84,7 +84,7 @@ def test_error_of_a_nested_expert_is_the_module_s(server: Server, backward: bool
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("executor", ["threads", "serial"])
-def test_a_stage_of_a_pipe_steps_once_and_is_not_asked_twice(server: Server, checkpoint: Any, executor: Any) -> None:
+def test_pipe_stage_steps_once_without_extra_calls(server: Server, checkpoint: Any, executor: Any) -> None:
     with GrpcTransport(server.address) as transport:
         remote, local = RemoteExpert("fussy", transport, accumulate=True), seeded(Fussy)
         optimizer = sgd(local.parameters())
@@ -100,12 +100,12 @@ def test_a_stage_of_a_pipe_steps_once_and_is_not_asked_twice(server: Server, che
             optimizer.step()
             assert commit(pipe) == {"fussy": True}
         assert remote.steps == 2
-        # two steps of four micro-batches, forward and backward, two commits, one info
+        # Two steps of four micro-batches, forward and backward, two commits, one info.
         assert transport.statistics().calls == 2 * 4 * 2 + 2 + 1
 
 
 @pytest.mark.parametrize("executor", ["threads", "serial", "graph", "auto"])
-def test_a_stage_that_would_step_once_per_micro_batch_is_refused(server: Server, executor: Any) -> None:
+def test_pipe_rejects_an_expert_that_steps_per_micro_batch(server: Server, executor: Any) -> None:
     with RemoteExpert("fussy", server.address) as remote, Connections({"fussy": server.address}) as connections:
         mixture = RemoteMixtureOfExperts(in_features=4, grid_size=[1], uid_prefix="fussy", connections=connections)
         model = nn.Sequential(surround(remote), nn.Sequential(nn.Identity(), mixture))
@@ -139,22 +139,22 @@ def test_clients_share_batches_and_every_backward_steps_once(server: Server) -> 
     seen = server.statistics().experts["fussy"]
     backward = seen.pools["fussy.backward"]
     assert backward.answered == 24 and seen.steps == backward.batches <= 24
-    wait_until(lambda: not server.statistics().calls)  # the last answers may still be on their way out
+    wait_until(lambda: not server.statistics().calls)  # the last answers can still be in flight
 
 
-def test_experts_of_a_directory_are_found_and_found_elsewhere(directory: LocalDirectory) -> None:
+def test_expert_is_found_again_at_a_new_address(directory: LocalDirectory) -> None:
     options = ServerOptions(lease_seconds=0.6)
     with Connections(directory) as connections:
         with Server([fussy_backend(optimizer=sgd)], directory=directory, options=options):
             remote, missing = create_remote_experts(["fussy", "nobody"], connections)
             assert missing is None and remote is not None
-            wanted = remote(rows(2, 0))
+            expected = remote(rows(2, 0))
         assert "fussy" not in connections.snapshot()
         other = Server([fussy_backend(optimizer=sgd)], directory=directory, options=options)
         later = threading.Timer(0.3, other.start)
         later.start()
         try:
-            assert close(remote(rows(2, 0)), wanted)  # asked again until somebody serves it
+            assert close(remote(rows(2, 0)), expected)  # retried until a server lists it again
         finally:
             later.join()
             other.shutdown()
@@ -171,8 +171,8 @@ def test_plain_directories_and_fixed_addresses_work(server: Server) -> None:
             assert remote.steps == steps
     directory.close()
     for known, words in ((addresses, "fussy"), ({}, "no expert")):
-        told = pytest.raises(UsageError, match=f"no address of expert 'fusy', but addresses of {words}$")
-        with Connections(known) as connections, RemoteExpert("fusy", connections, timeout=2.0) as wrong, told:
+        rejection = pytest.raises(UsageError, match=f"no address of expert 'fusy', but addresses of {words}$")
+        with Connections(known) as connections, RemoteExpert("fusy", connections, timeout=2.0) as wrong, rejection:
             wrong(rows(1, 0))
 
 
@@ -218,16 +218,16 @@ class Child:
 
 
 def call_until_failure(transport: GrpcTransport) -> "Future[BaseException]":
-    heard: Future[BaseException] = Future()
+    failure: Future[BaseException] = Future()
     call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(512, 0)])
 
     def work() -> None:
         while (error := transport.submit(call, 25.0).exception(30.0)) is None:
             pass
-        heard.set_result(error)
+        failure.set_result(error)
 
     threading.Thread(target=work).start()
-    return heard
+    return failure
 
 
 @pytest.mark.long
@@ -242,18 +242,18 @@ def test_killed_server_keeps_durable_steps_once(tmp_path: Path) -> None:
         child.save()
         assert remote.describe().durable == 1 and remote.durable_step == 1
         remote(x).sum().backward()
-        assert (remote.steps, remote.durable_step) == (2, 1)  # the second step is not safe yet
-        heard = call_until_failure(transport)
+        assert (remote.steps, remote.durable_step) == (2, 1)  # the second step is not durable yet
+        failure = call_until_failure(transport)
         child.end(kill=True)
         start = time.monotonic()
-        assert isinstance(heard.result(20.0), LostError | UnreachableError)  # at once, and not at its deadline of 25 s
+        assert isinstance(failure.result(20.0), LostError | UnreachableError)  # well before the deadline of 25 s
         assert isinstance(transport.submit(backward, 1.0).exception(20.0), UnreachableError)
         assert time.monotonic() - start < 20.0
         again = Child(tmp_path, child.address)
         try:
             with pytest.warns(StepsLostWarning, match=f"from step 2 to step 1: the server at {child.address} was"):
-                found = remote.describe()  # which waits for the restart, and goes on
-            assert (found.steps, found.durable) == (1, 1) and remote.steps_lost == 1
+                description = remote.describe()  # waits for the restart
+            assert (description.steps, description.durable) == (1, 1) and remote.steps_lost == 1
             repeated = transport.submit(backward, 10.0).result(10.0)
             assert torch.equal(repeated.tensors()[0], first.tensors()[0])
             assert remote.describe().steps == 1  # no second step
@@ -261,7 +261,7 @@ def test_killed_server_keeps_durable_steps_once(tmp_path: Path) -> None:
             assert transport.submit(other, 10.0).result(10.0).header.step == 2
         finally:
             again.end()
-    assert FolderCheckpointStore(tmp_path).steps("fussy")[0] == 2  # saved when it ended
+    assert FolderCheckpointStore(tmp_path).steps("fussy")[0] == 2  # saved at the shutdown
 
 
 def test_mini_batch_torn_by_a_restart_is_not_applied() -> None:
@@ -270,7 +270,7 @@ def test_mini_batch_torn_by_a_restart_is_not_applied() -> None:
         RemoteExpert("fussy", server.address, accumulate=True) as remote,
     ):
         remote(rows(2, 0)).sum().backward()
-        server.shutdown()  # nothing of an open mini-batch is saved
+        server.shutdown()  # open mini-batches are not saved
         with Server([fussy_backend(optimizer=sgd)], address=server.address):
             remote(rows(2, 1)).sum().backward()
             with pytest.raises(CommitError, match="incomplete"):

@@ -1,4 +1,4 @@
-"""Batches are joined in memory that is used again, and a client's fault fails only that client's task, bit for bit."""
+"""Batches are joined in reused memory, and a faulty task fails alone, without changing one bit of the others."""
 
 import gc
 from typing import Any
@@ -84,7 +84,7 @@ def faulty_rows(fault: str, size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def assert_clean(answers: list[Answer], faults: list[str], expected: list[Answer]) -> None:
-    """Faulty tasks got an error of their kind. The others got the bytes of a batch without the faulty ones."""
+    """Assert an error for each faulty task, and for the others the bytes of a batch without the faulty ones."""
     clean = iter(expected)
     for answer, fault in zip(answers, faults, strict=True):
         if fault == "none":

@@ -59,16 +59,16 @@ def test_forward_and_backward_equal_plain_pytorch(sizes: list[int], seed: int) -
         forwards = good(backend.executor.forward([task(*tensors(call)) for call in calls]))
         tasks = [task(*tensors(call), *grads) for call, grads in zip(calls, seeds, strict=True)]
         backwards = good(backend.executor.backward(tasks))
-        for (args, kwargs), grads, results, found in zip(calls, seeds, forwards, backwards, strict=True):
+        for (args, kwargs), grads, results, gradients in zip(calls, seeds, forwards, backwards, strict=True):
             leaves = tensors((args, kwargs))
             for leaf in leaves:
                 leaf.requires_grad_(leaf.is_floating_point())
             outputs = tensors(plain(*args, **kwargs))
             assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(results, outputs, strict=True))
             torch.autograd.backward(outputs[:2], grads[:2])
-            for leaf, gradient in zip(leaves, found, strict=True):
-                wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                assert torch.allclose(gradient, wanted, rtol=0, atol=1e-10)
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                assert torch.allclose(gradient, expected, rtol=0, atol=1e-10)
         optimizer.step()
         optimizer.zero_grad()
         for one, other in zip(module.parameters(), plain.parameters(), strict=True):
@@ -153,7 +153,7 @@ def test_apply_gradients_can_be_overridden_and_raise() -> None:
 
 
 def test_expert_with_a_loaded_state_continues_alike() -> None:
-    def made(seed: int) -> ExpertBackend:
+    def make_trained(seed: int) -> ExpertBackend:
         torch.manual_seed(seed)
         backend = fussy_backend(dropout=0.3, norm=True, schedule=partial(StepLR, step_size=1))
         for parameter in backend.module.parameters():
@@ -161,11 +161,11 @@ def test_expert_with_a_loaded_state_continues_alike() -> None:
         return backend
 
     with torch.random.fork_rng(devices=[]):
-        one, other = made(1), made(2)
+        one, other = make_trained(1), make_trained(2)
     for step in range(3):
         good(one.executor.backward([task(rows(2, step), rows(2, step + 9))]))
     state = one.state_dict()
-    good(one.executor.backward([task(rows(2, 5), rows(2, 6))]))  # a state does not change with its expert
+    good(one.executor.backward([task(rows(2, 5), rows(2, 6))]))  # must not change the state taken before
     other.load_state_dict(state)
     assert other.steps == 3
     good(other.executor.backward([task(rows(2, 5), rows(2, 6))]))
@@ -254,7 +254,7 @@ def test_dummy_run_changes_neither_module_nor_generator() -> None:
 
 
 def check(name: Any, module: Any = None, optimizer: Any = None, *, clip_grad_norm: Any = None, **options: Any) -> None:
-    """As in `ExpertBackend`, without the types that tests enforce."""
+    """Check arguments as `ExpertBackend` does, without the run-time type checks of the tests."""
     known = {
         name: options.pop(name, None) for name in ("guards", "idempotency", "mini_batches", "keep_graphs", "journal")
     }

@@ -1,4 +1,4 @@
-"""Fencing: of two owners of one epoch only the newer one writes; tokens of different epochs have no order."""
+"""Fencing: within an epoch only the newest owner writes. Tokens of different epochs are not ordered."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Only the process that made an object ends it, and no process that was forked from it."""
+"""Only the process that created an object finalizes it, not a forked child."""
 
 import gc
 
@@ -9,7 +9,7 @@ pytestmark = only_with_fork
 
 
 class Owner:
-    """Something that can be waited for to go."""
+    """Object that can be weakly referenced."""
 
 
 def test_finalizer_runs_once() -> None:

@@ -1,4 +1,4 @@
-"""Guards: which gradients reach the weights."""
+"""Guards reject gradients before they reach the weights."""
 
 import math
 
@@ -57,7 +57,7 @@ NARROW = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_eight_bit_output_gradients_are_judged_too(dtype: torch.dtype) -> None:
-    """PyTorch has no norms of them, and not every version can say which of them are finite."""
+    """PyTorch has no norms for these types, and not every version supports ``isfinite`` for them."""
     plain, copy = (seeded(lambda: Formula(lambda self, x: self.layer(x).to(dtype), layer=double_layer())) for _ in "ab")
     backend, x = ExpertBackend("e", copy, adam, args_schema=(X,)), rows(2, 0)
     ones, bad = torch.ones(2, 4).to(dtype), torch.full((2, 4), math.nan).to(dtype)
@@ -70,7 +70,7 @@ def test_eight_bit_output_gradients_are_judged_too(dtype: torch.dtype) -> None:
 
 
 def hidden_nan() -> nn.Module:
-    """A batch norm whose NaN is invisible outside: neither outputs nor gradients have any."""
+    """Batch norm whose NaN does not appear in outputs or gradients."""
     norm = nn.BatchNorm1d(4, affine=False, dtype=torch.float64)
     return Formula(lambda self, x: self.layer(torch.nan_to_num(self.norm(x))), norm=norm, layer=double_layer())
 

@@ -55,13 +55,13 @@ def seed_of(key: str) -> int:
 
 
 def forward(backend: ExpertBackend, *keys: str) -> list[Tensor]:
-    """One batch. The rows of a key are always the same."""
+    """Run one batch. The rows of a key are always the same."""
     sent = [backend.forward_pool.submit_task(rows(2, seed_of(key)), client="ann", key=key) for key in keys]
     return [result[0] for result in answered(backend, *sent)]
 
 
 def backward(backend: ExpertBackend, *keys: str, x: int | None = None, mini_batch: str | None = None) -> list[Tensor]:
-    """One batch, with the kept inputs if they are there, or with other ones."""
+    """Run one batch with the kept inputs, or with the rows of seed ``x``."""
     sent: list[Any] = []
     for key in keys:
         inputs = [rows(2, x)] if x is not None else backend.kept_inputs("ann", key) or [rows(2, seed_of(key))]
@@ -107,7 +107,7 @@ def test_step_drops_all_graphs_and_sum_drops_none() -> None:
 
 
 class SpoilingProduct(torch.autograd.Function):
-    """``x * y``, whose backward writes into x, which others have saved too."""
+    """``x * y`` whose backward writes into x, which other nodes have saved too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def test_in_place_writes_are_judged_as_by_autograd(writes: str) -> None:
 
 
 def test_dropped_graph_frees_all_tensors_that_it_saved() -> None:
-    """Also a saved output, which would hold its own graph, where no garbage collection looks."""
+    """Including a saved output, which would keep its own graph alive out of reach of the garbage collector."""
     backend, _ = counting_expert()
     forward(backend, "a")
     (entry,) = kept(backend)._all
@@ -241,7 +241,7 @@ def test_gpu_expert_keeps_inputs_on_the_host() -> None:
 
 
 def clamp_numbers(module: Formula, x: Tensor, numbers: Tensor) -> Tensor:
-    """Writes into its numbers if they are large, which its dummy run on zeros does not show."""
+    """Write into ``numbers`` if they are large, which the dummy run on zeros does not reveal."""
     if (numbers > 2).any():
         numbers.clamp_(max=2)
     return x + module.table(numbers)

@@ -1,4 +1,4 @@
-"""A backward that is asked for twice steps once, within bounds that hold, and whatever other clients do."""
+"""A repeated backward steps once, whatever other clients do, and the table stays within its bounds."""
 
 import random
 from concurrent.futures import Future
@@ -27,9 +27,9 @@ def test_retried_backward_steps_once(backend: ExpertBackend) -> None:
     work(backend)
     after = weights(backend)
     again = send(backend, "k")
-    assert all(torch.equal(first.result(0)[0], each.result(0)[0]) for each in (joined, again))
+    assert all(torch.equal(first.result(0)[0], future.result(0)[0]) for future in (joined, again))
     assert backend.steps == 1 and weights(backend) == after
-    again.result(0)[0].zero_()  # what somebody does with an answer does not reach the record
+    again.result(0)[0].zero_()  # a write into an answer does not change the stored result
     assert send(backend, "k").result(0)[0].any()
     assert backend.idempotency.step_of("backward", "ann", "k") == 1
     assert backend.backward_pool.statistics().joined == 3
@@ -61,7 +61,7 @@ def test_failed_task_is_retried_under_its_key(backend: ExpertBackend) -> None:
 
 
 def test_key_reused_for_another_payload_is_refused(backend: ExpertBackend) -> None:
-    """While the first request runs, and afterwards."""
+    """Both while the first request runs and afterwards."""
     send(backend, "k")
     for _ in range(2):
         after = weights(backend)
@@ -85,11 +85,11 @@ def test_fingerprint_ignores_the_memory_layout() -> None:
     for one, other in pairs:
         assert Task((one,), 6).fingerprint() == Task((other,), 6).fingerprint()
     others = [x.flip(0), x[:5], x.float(), x.view(12, 2)]
-    found = {Task((each,), 6).fingerprint() for each in (x, *others)}
-    assert len(found) == 5 and all(0 <= each < 1 << 64 for each in found)
+    fingerprints = {Task((tensor,), 6).fingerprint() for tensor in (x, *others)}
+    assert len(fingerprints) == 5 and all(0 <= fingerprint < 1 << 64 for fingerprint in fingerprints)
 
 
-def test_a_result_that_is_gone_is_an_error_and_not_a_second_step() -> None:
+def test_evicted_result_is_an_error_not_a_second_step() -> None:
     backend = fussy_backend(idempotency=IdempotencyOptions(max_result_bytes=0))
     send(backend, "k")
     work(backend)
@@ -138,7 +138,7 @@ def test_client_beyond_its_share_replaces_its_own_key() -> None:
 
 
 def test_full_table_refuses_newcomers_while_retries_can_come() -> None:
-    """Later it forgets keys of the largest holder."""
+    """After that time the table evicts keys of the largest holder."""
     clock = FakeClock()
     table = IdempotencyTable(IdempotencyOptions(max_keys=10, max_client_keys=6), clock.monotonic)
     for number in range(6):
@@ -147,7 +147,7 @@ def test_full_table_refuses_newcomers_while_retries_can_come() -> None:
         recorded(table, "bob", str(number))
     with pytest.raises(OverloadError, match="holds 10 keys of 2 clients, all applied in the last 30 s"):
         recorded(table, "ann", "first")
-    recorded(table, "bob", "more")  # an own key makes room
+    recorded(table, "bob", "more")  # one of its own keys is evicted
     assert [table.step_of("backward", "bob", key) for key in ("0", "1", "more")] == [None, 1, 1]
     clock.now += 31.0
     recorded(table, "ann", "first")
@@ -196,7 +196,7 @@ def test_names_of_open_mini_batches_do_not_outlive_their_keys() -> None:
     for number in range(1000):
         recorded(table, "ann", str(number), mini_batch=f"m{number % 7}")
     assert len(table._unsaved) == 2
-    table.commit_mini_batch("ann", "m5", 3)  # of number 999, while 0, 7, ... 992 are forgotten
+    table.commit_mini_batch("ann", "m5", 3)  # the key of 999, as those of 5, 12, ... 992 are evicted
     assert [table.step_of("backward", "ann", key) for key in ("992", "999", "998")] == [None, 3, 1]
 
 
@@ -210,12 +210,12 @@ def test_table_state_is_loaded_by_another_table(backend: ExpertBackend) -> None:
     restarted.idempotency.load_state_dict(backend.idempotency.state_dict())
     for i, future in enumerate(sent):
         assert torch.equal(send(restarted, f"k{i}", seed=i).result(0)[0], future.result(0)[0])
-    assert restarted.idempotency.step_of("backward", "ann", "o") is None  # its sum is not part of any step
+    assert restarted.idempotency.step_of("backward", "ann", "o") is None  # its sum was not committed
     assert restarted.idempotency.step_of("dropped", "bob", "gone") is not None
     assert restarted.steps == 1
 
 
-def test_ages_go_on_in_another_process() -> None:
+def test_ages_continue_in_another_process() -> None:
     clock, later = FakeClock(), FakeClock()
     clock.now, later.now = 5000.0, 7.0
     bounds = IdempotencyOptions(max_age=100.0)
@@ -255,7 +255,7 @@ def test_a_hundred_thousand_keys_are_small_and_come_back() -> None:
 
 
 def test_keys_are_restored_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row is unpacked by itself; still each client has its own keys, oldest first, with their times."""
+    """Rows are not unpacked one by one, but each client still has its own keys and times, oldest first."""
     clock, count = FakeClock(), 1000
     bounds = IdempotencyOptions(max_client_keys=count, max_result_age=7.0)
     table, other = IdempotencyTable(bounds, clock.monotonic), IdempotencyTable(bounds, clock.monotonic)
@@ -294,15 +294,15 @@ def test_of_the_results_the_newest_are_saved_up_to_a_bound(size: int, monkeypatc
         if number >= len(tasks) - saved:
             assert isinstance(other.begin("backward", task), list)
         else:
-            with pytest.raises(ResultEvictedError):  # its key is there, so that it does not step again
+            with pytest.raises(ResultEvictedError):  # the key is restored, so that it does not step again
                 other.begin("backward", task)
 
 
-def test_under_lost_replies_every_step_is_taken_exactly_once(backend: ExpertBackend) -> None:
+def test_lost_replies_cause_no_second_step(backend: ExpertBackend) -> None:
     dice = random.Random(0)
     with Runtime([backend]):
         for number in range(60):
-            while dice.random() < 0.5:  # asked, and the reply is lost
+            while dice.random() < 0.5:  # sent, but the reply is lost
                 future = send(backend, str(number), seed=number)
                 if dice.random() < 0.5:
                     future.cancel()

@@ -1,4 +1,4 @@
-"""Clients that import nothing of torchweft: one in Python from gRPC's reflection, one in Node from experts.proto."""
+"""Clients without torchweft: one in Python from gRPC's reflection, one in Node from experts.proto."""
 
 import json
 import shutil
@@ -26,17 +26,17 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
     assert sorted(database.get_services())[-1] == "torchweft.Experts", database.get_services()
 
     def method(name):
-        found = service.methods_by_name[name]
-        kind = channel.stream_stream if found.client_streaming else channel.unary_unary
-        request, answer = GetMessageClass(found.input_type), GetMessageClass(found.output_type)
+        method = service.methods_by_name[name]
+        kind = channel.stream_stream if method.client_streaming else channel.unary_unary
+        request, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         return kind(f"/torchweft.Experts/{name}", request.SerializeToString, answer.FromString), request
 
     def frame(Frame, kind, *arrays, **fields):
-        made = Frame(body=b"".join(each.tobytes() + bytes(-each.nbytes % 16) for each in arrays))
-        call = made.header.calls.add(kind=kind, call_id=1, uid="ffn.0", **fields)
-        for each in arrays:
-            call.tensors.add(dtype=str(each.dtype), shape=each.shape)
-        return made
+        frame = Frame(body=b"".join(array.tobytes() + bytes(-array.nbytes % 16) for array in arrays))
+        call = frame.header.calls.add(kind=kind, call_id=1, uid="ffn.0", **fields)
+        for array in arrays:
+            call.tensors.add(dtype=str(array.dtype), shape=array.shape)
+        return frame
 
     def first(answer):
         call = answer.header.calls[0]
@@ -69,8 +69,8 @@ def server(module: nn.Linear) -> Iterator[Server]:
         yield server
 
 
-def expected(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs, and the gradients of the inputs where those of the outputs are ones."""
+def compute_locally(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs, and the input gradients for output gradients of ones."""
     x = X.clone().requires_grad_()
     outputs = module(x)
     outputs.sum().backward()
@@ -79,12 +79,12 @@ def expected(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
     return outputs.detach().flatten(), x.grad.flatten()
 
 
-def test_a_client_is_written_from_reflection_alone(module: nn.Linear, server: Server) -> None:
-    wanted = expected(module)
+def test_client_needs_only_reflection(module: nn.Linear, server: Server) -> None:
+    expected = compute_locally(module)
     done = python(CLIENT, server.address)
     assert done.returncode == 0, done.stderr
     outputs, gradients, steps = json.loads(done.stdout)
-    torch.testing.assert_close((torch.tensor(outputs), torch.tensor(gradients)), wanted)
+    torch.testing.assert_close((torch.tensor(outputs), torch.tensor(gradients)), expected)
     assert steps == 1
 
 
@@ -92,11 +92,11 @@ def test_a_client_is_written_from_reflection_alone(module: nn.Linear, server: Se
     shutil.which("node") is None or not (ROOT / "examples/node/node_modules").exists(),
     reason="wants Node, and `npm install` in examples/node",
 )
-def test_the_client_in_node_calls_and_trains(module: nn.Linear, server: Server) -> None:
-    wanted = expected(module)
+def test_node_client_calls_and_trains(module: nn.Linear, server: Server) -> None:
+    expected = compute_locally(module)
     done = run(["node", "examples/node/client.mjs", server.address, "ffn.0"])
     assert done.returncode == 0, done.stderr
-    told = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    seen = torch.tensor(json.loads(told["outputs"])), torch.tensor(json.loads(told["gradients"]))
-    torch.testing.assert_close(seen, wanted)
-    assert (told["steps"], told["refused"]) == ("1", "UnknownExpertError")
+    printed = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    seen = torch.tensor(json.loads(printed["outputs"])), torch.tensor(json.loads(printed["gradients"]))
+    torch.testing.assert_close(seen, expected)
+    assert (printed["steps"], printed["refused"]) == ("1", "UnknownExpertError")

@@ -1,4 +1,4 @@
-"""A log replays to the same bytes, whatever a crash, a full disk or a return to an older state left of it."""
+"""A journal replays to the same bytes, also after a crash, a full disk or a return to an older state."""
 
 import json
 import tempfile
@@ -95,7 +95,7 @@ def logged(tmp_path: Path) -> tuple[Path, Store]:
         assert len(journal.entries()) == 2
         assert backend.statistics().journal_failures == 0
     backend.backward_pool.submit_task(rows(2, 0), rows(2, 1))
-    work(backend)  # the step counts, though nobody can log it
+    work(backend)  # the step counts, although the journal is closed
     assert backend.statistics().journal_failures == 1 and backend.steps == 3
     return tmp_path / "log", store
 
@@ -112,7 +112,7 @@ def test_journal_file_lists_the_members_of_a_batch(tmp_path: Path) -> None:
         read_journal(['{"kind": "backward"}'])
 
 
-def test_a_log_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_journal_of_another_state_is_rejected(tmp_path: Path) -> None:
     path, store = logged(tmp_path)
     first, second = read_journal(path.read_text().splitlines())
     with pytest.raises(ReplayError, match="the expert is at step 0, but the batch led from 1 to 2"):
@@ -146,11 +146,11 @@ def entry(step: int) -> Entry:
 
 def steps(path: Path) -> list[int]:
     with path.open(encoding="utf-8") as file:
-        return [each.step for each in read_journal(file)]
+        return [entry.step for entry in read_journal(file)]
 
 
-def written(path: Path, *numbers: int, since: int) -> None:
-    """By one process, which begins where ``since`` says."""
+def write_entries(path: Path, *numbers: int, since: int) -> None:
+    """Write entries as one process that starts from the state of step ``since``."""
     with Journal(path) as journal:
         journal.restored(since, since)
         for number in numbers:
@@ -160,22 +160,22 @@ def written(path: Path, *numbers: int, since: int) -> None:
 @pytest.mark.parametrize("zeros", [0, 5])
 def test_torn_journal_keeps_all_whole_lines(tmp_path: Path, zeros: int) -> None:
     path = tmp_path / "log"
-    written(path, 1, 2, since=0)
+    write_entries(path, 1, 2, since=0)
     data = path.read_bytes()
     ends = [place for place, byte in enumerate(data) if byte == ord("\n")]
     for size in sorted({0, 1, 9, 10, *range(0, len(data), 30), *[end + more for end in ends for more in (-1, 0, 1)]}):
         path.write_bytes(data[:size] + b"\0" * zeros)
         whole = [number for number in (1, 2) if data.find(f'"k{number}"'.encode()) < data.rfind(b"\n", 0, size)]
         if not zeros and data[size : size + 1] == b"\n" and size > data.find(b'"k1"'):
-            whole = [*whole, len(whole) + 1]  # it lacks nothing but its end
+            whole = [*whole, len(whole) + 1]  # complete except for its line end
         assert steps(path) == whole
-        written(path, 3, since=len(whole))
+        write_entries(path, 3, since=len(whole))
         assert steps(path) == [*whole, 3]
 
 
 def test_only_the_last_line_can_be_torn() -> None:
     good, torn = entry(1).to_json(), entry(2).to_json()[:30]
-    assert [each.step for each in read_journal([good, torn])] == [1]
+    assert [whole.step for whole in read_journal([good, torn])] == [1]
     for lines in ([torn, good], [good, torn + "\n"], [good, "hello"], [good, "{}"], [good, '{"kind": "backward"}']):
         with pytest.raises(UsageError, match="not a line of an expert's journal"):
             read_journal(lines)
@@ -190,7 +190,7 @@ def test_file_of_another_kind_is_not_written_to(tmp_path: Path, content: bytes) 
     assert path.read_bytes() == content
 
 
-class Full:
+class FullFile:
     def __init__(self, file: Any, room: int) -> None:
         self.file, self.room = file, room
 
@@ -207,30 +207,30 @@ class Full:
 
 @pytest.mark.parametrize("room", [0, 1, 100])
 def test_full_disk_leaves_no_part_of_a_line(tmp_path: Path, room: int) -> None:
-    """The listener is called all the same."""
-    path, heard = tmp_path / "log", list[int]()
-    with Journal(path, listener=lambda entry, tasks: heard.append(entry.step)) as journal:
+    """The listener is called nevertheless."""
+    path, listened = tmp_path / "log", list[int]()
+    with Journal(path, listener=lambda entry, tasks: listened.append(entry.step)) as journal:
         backend = fussy_backend(journal=journal)
         for number in range(3):
             log: Any = journal
             if number == 1:
-                log._file = Full(log._file, room)
+                log._file = FullFile(log._file, room)
             elif number == 2:
                 log._file = log._file.file
             backend.backward_pool.submit_task(rows(2, number), rows(2, number + 9))
             work(backend)
         assert backend.statistics().journal_failures == 1 and backend.steps == 3
-        assert heard == [1, 2, 3]
+        assert listened == [1, 2, 3]
     assert steps(path) == [1, 3]
 
 
-def test_a_mark_that_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+def test_failed_mark_is_written_later(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    written(path, 1, 2, 3, since=0)
+    write_entries(path, 1, 2, 3, since=0)
     with Journal(path) as journal:
         journal.restored(1, 1)
         log: Any = journal
-        log._file = Full(log._file, 20)
+        log._file = FullFile(log._file, 20)
         with pytest.raises(OSError, match="No space"):
             journal.write(entry(2), [])
         log._file = log._file.file
@@ -242,7 +242,7 @@ def test_a_journal_is_bounded_and_its_files_read_as_one(tmp_path: Path) -> None:
     path, size = tmp_path / "log", len(entry(1).to_json()) + 1
     with pytest.raises(UsageError, match=r"(?s)max_file_bytes is 0.*max_files is 1"):
         Journal(path, max_file_bytes=0, max_files=1)
-    for first in (1, 11):  # a second process goes on
+    for first in (1, 11):  # a second process continues
         with Journal(path, max_file_bytes=4 * size, max_files=3) as journal:
             journal.restored(first - 1, first - 1)
             for number in range(first, first + 10):
@@ -250,7 +250,7 @@ def test_a_journal_is_bounded_and_its_files_read_as_one(tmp_path: Path) -> None:
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["log", "log.1", "log.2"]
     assert all(file.stat().st_size <= 4 * size + 10 and file.stat().st_mode & 0o777 == 0o600 for file in files)
-    left = [each.step for each in read_journal(journal_lines(path))]
+    left = [entry.step for entry in read_journal(journal_lines(path))]
     assert left == list(range(left[0], 21)) and 7 <= len(left) <= 12
 
 
@@ -266,16 +266,16 @@ def test_failed_rotation_continues_in_the_full_file(tmp_path: Path, monkeypatch:
             with pytest.raises(PermissionError):
                 journal.write(entry(2), [])
         journal.write(entry(3), [])
-    assert [each.step for each in read_journal(journal_lines(path))] == [1, 3]
+    assert [read.step for read in read_journal(journal_lines(path))] == [1, 3]
 
 
 class Life:
-    """An expert that is saved, goes back, and is made anew after a crash, with all its lines in one file."""
+    """Expert that is saved, reloaded and recreated after crashes, with one journal file throughout."""
 
     def __init__(self, norm: bool) -> None:
         self.norm, self.store, self.path = norm, Store(), new_path()
         self.saved: dict[str, dict[str, Any]] = {}
-        self.wholes: dict[str, bool] = {}
+        self.is_whole: dict[str, bool] = {}
         self.number, self.name = 0, 0
         self.begin()
 
@@ -293,7 +293,7 @@ class Life:
         return life
 
     def is_replayed(self, entries: Sequence[Entry], count: int, state: Any = None) -> bool:
-        """Whether these entries, so many batches, lead from this state to the bytes of the expert."""
+        """Whether the ``count`` batches of these entries lead from ``state`` to the bytes of the expert."""
         again = fussy_backend(norm=self.norm)
         if state is not None:
             again.load_state_dict(state)
@@ -320,15 +320,15 @@ class Life:
             self.name += 1
         elif what == "discard":
             self.live.discard(str(self.name), client="ann")
-            self.live.statistics()  # drops what was discarded
+            self.live.statistics()  # removes the discarded mini-batch
             self.name += 1
         elif what.startswith("save"):
             self.saved[what[4:]] = self.live.state_dict()
-            self.wholes[what[4:]] = not len(self.live.executor.mini_batches)
+            self.is_whole[what[4:]] = not len(self.live.executor.mini_batches)
         elif what == "crash":
             self.journal.close()
             self.begin()
-            self.name = 0  # the names of before come again
+            self.name = 0  # reuse the names from before the crash
         saved = self.saved.get(what[4:] if what.startswith("load") else "")
         if what.startswith(("load", "crash")) and saved is not None:
             self.live.load_state_dict(saved)
@@ -346,29 +346,29 @@ def test_replay_after_any_loads_gives_the_same_bytes(history: list[str], norm: b
     life = Life(norm)
     life.act(*history, "step")
     entries = read_journal(life.lines)
-    batches = [each for each in entries if each.kind in ("backward", "commit")]
-    assert [each.place for each in batches] == sorted({each.place for each in batches})
+    batches = [entry for entry in entries if entry.kind in ("backward", "commit")]
+    assert [entry.place for entry in batches] == sorted({entry.place for entry in batches})
     assert life.is_replayed(entries, len(batches))
     for name, saved in life.saved.items():
         place = (saved["steps"], saved["backward_batches"])
-        led = any(each.place == place and each.branch == saved["branch"] for each in batches)
-        if led and life.wholes[name]:  # else a part of an open mini-batch is in no state
-            count = sum(each.place > place for each in batches)
-            assert life.is_replayed([each for each in entries if each.place > place], count, saved)
+        led = any(entry.place == place and entry.branch == saved["branch"] for entry in batches)
+        if led and life.is_whole[name]:  # otherwise the state lacks a part of an open mini-batch
+            count = sum(entry.place > place for entry in batches)
+            assert life.is_replayed([entry for entry in entries if entry.place > place], count, saved)
 
 
 def test_many_discarded_mini_batches_replay() -> None:
     life = Life.of("add, add, discard, " * 20 + "add, commit, step")
     entries = read_journal(life.lines)
-    assert [each.kind for each in entries].count("dropped") == 20 and life.is_replayed(entries, 43)
-    unsaid = [each for each in entries if each.kind != "dropped"]  # as journals were once
+    assert [entry.kind for entry in entries].count("dropped") == 20 and life.is_replayed(entries, 43)
+    without_drops = [entry for entry in entries if entry.kind != "dropped"]  # the format of older journals
     with pytest.raises(ReplayError, match=r"the backward batch .* cannot be replayed .* QuotaError: .* mini-batches"):
-        replay(fussy_backend(), unsaid, life.store.fetch)
+        replay(fussy_backend(), without_drops, life.store.fetch)
 
 
 def test_mini_batch_begun_before_the_state_is_not_replayed() -> None:
     life = Life.of("add, save, add, commit")
-    entries = [each for each in read_journal(life.lines) if each.place > (0, 1)]
+    entries = [entry for entry in read_journal(life.lines) if entry.place > (0, 1)]
     again = fussy_backend()
     again.load_state_dict(life.saved[""])
     with pytest.raises(ReplayError, match="1 of the 2 backward batches of mini-batch '0' ran"):
@@ -381,9 +381,9 @@ def test_state_of_another_expert_at_the_same_step_is_rejected() -> None:
         other.backward_pool.submit_task(rows(2, number), rows(2, number + 50))
         work(other)
     life = Life.of("step, step, step")
-    life.live.load_state_dict(other.state_dict())  # as a follower does, who leads again
+    life.live.load_state_dict(other.state_dict())  # like a follower that leads again
     life.act("step")
-    assert [each.step for each in life.journal.entries()] == [3] == [each.step for each in read_journal(life.lines)]
+    assert [entry.step for entry in life.journal.entries()] == [3] == [entry.step for entry in read_journal(life.lines)]
     other.load_state_dict(other.state_dict())
     assert replay(other, life.journal.entries(), life.store.fetch) == 1
     assert weights(other) == weights(life.live)
@@ -399,25 +399,25 @@ def test_failed_commit_is_not_part_of_the_state_before_it(monkeypatch: pytest.Mo
         life.act("commit")
     life.act("load", "step")
     for entries in (life.journal.entries(), read_journal(life.lines)):
-        assert [each.kind for each in entries] == ["backward"] * 3 and life.is_replayed(entries, 3)
+        assert [entry.kind for entry in entries] == ["backward"] * 3 and life.is_replayed(entries, 3)
 
 
 def test_entries_forget_abandoned_batches_at_once() -> None:
-    """The listener is only called with batches."""
+    """The listener is called for batches only."""
     life = Life.of("step, save, step, step, load")
-    assert [each.step for each in life.journal.entries()] == [1]
+    assert [entry.step for entry in life.journal.entries()] == [1]
     assert len(life.store.tensors) == 3
     life.act("step")
-    assert [each.step for each in life.journal.entries()] == [1, 2] and len(life.store.tensors) == 4
+    assert [entry.step for entry in life.journal.entries()] == [1, 2] and len(life.store.tensors) == 4
     kinds = [Entry.from_json(line).kind for line in life.lines]
     assert kinds == ["restored", "backward", "backward", "backward", "restored", "backward"]
 
 
 def test_unknown_state_starts_a_new_lineage() -> None:
     marks = [Entry("restored", step, 0, None, (), 1, batch=step) for step in (2, 9)]
-    lines = [each.to_json() for each in (entry(1), entry(2), entry(3), marks[0], entry(3), marks[1], entry(10))]
-    assert [each.step for each in read_journal(lines[:5])] == [1, 2, 3]
-    assert [each.step for each in read_journal(lines)] == [10]
+    lines = [one.to_json() for one in (entry(1), entry(2), entry(3), marks[0], entry(3), marks[1], entry(10))]
+    assert [entry.step for entry in read_journal(lines[:5])] == [1, 2, 3]
+    assert [entry.step for entry in read_journal(lines)] == [10]
 
 
 def test_replay_detects_missing_and_abandoned_batches() -> None:
@@ -467,7 +467,7 @@ def test_every_fault_of_a_line_is_listed() -> None:
     assert Entry.from_json(entry(3).to_json()) == entry(3)
 
 
-def test_a_journal_is_that_of_one_expert() -> None:
+def test_journal_belongs_to_one_expert() -> None:
     journal = Journal(new_path())
     make = partial(ExpertBackend, module=nn.Linear(4, 4), args_schema=(TensorSpec((None, 4), torch.float32),))
     make("one", journal=journal)
@@ -475,6 +475,6 @@ def test_a_journal_is_that_of_one_expert() -> None:
     with pytest.raises(UsageError, match=r"'other' has the journal of expert 'one'; give each its own"):
         make("other", journal=journal)
     assert len(journal.entries()) == 1
-    make("one", journal=journal)  # made anew, it begins with its first weights
+    make("one", journal=journal)  # a new expert of that name starts from its initial weights
     assert not journal.entries()
     journal.close()

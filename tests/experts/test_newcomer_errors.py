@@ -1,4 +1,4 @@
-"""Errors that a newcomer meets: each says where, the value seen, the value wanted, and a remedy."""
+"""Errors that new users meet: each names the place, the value seen, the value expected and a remedy."""
 
 import socket
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def backend(name: str = "ffn.0", optimizer: Any = SGD, **options: Any) -> Expert
 
 
 def message_of(kind: type[BaseException], act: Callable[[], object]) -> str:
-    """The text of the error that ``act`` raises, with its notes."""
+    """Text of the error that ``act`` raises, including its notes."""
     with without_type_checks(), pytest.raises(kind) as caught:
         act()
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])

@@ -1,4 +1,4 @@
-"""Between gradients and weights: fused optimizers, gradients in memory of their own, hooks, and held memory."""
+"""Optimizer steps: fused optimizers, private memory of gradients, gradient hooks, and retained memory."""
 
 import copy
 import weakref
@@ -26,7 +26,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def step_in_backward(parameter: Tensor) -> None:
-    """An optimizer step within backward, which saves the memory of gradients."""
+    """Hook that steps within the backward, which saves the memory of gradients."""
     assert parameter.grad is not None and not torch.is_grad_enabled()
     parameter.sub_(parameter.grad, alpha=0.3)
     parameter.grad = None
@@ -86,8 +86,9 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     ],
 )
 def test_factory_is_fused_where_possible(factory: Any, fused: bool) -> None:
-    made = make_optimizer(factory, parameters())
-    assert bool(made.defaults.get("fused")) == fused and (made is factory or not isinstance(factory, torch.optim.Adam))
+    optimizer = make_optimizer(factory, parameters())
+    assert bool(optimizer.defaults.get("fused")) == fused
+    assert optimizer is factory or not isinstance(factory, torch.optim.Adam)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,8 @@ def test_factory_is_fused_where_possible(factory: Any, fused: bool) -> None:
 def test_complex_and_strided_parameters_are_not_fused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     plain = nn.Parameter(torch.ones(2))
     strange = torch.ones(*shape, 4, dtype=dtype)[..., ::2] if dtype is torch.float32 else torch.ones(shape, dtype=dtype)
-    made = make_optimizer(torch.optim.Adam, [plain, nn.Parameter(strange, requires_grad=False)])
-    assert bool(made.defaults["fused"]) == (dtype is torch.int64), "a frozen parameter of integers is never stepped"
+    optimizer = make_optimizer(torch.optim.Adam, [plain, nn.Parameter(strange, requires_grad=False)])
+    assert bool(optimizer.defaults["fused"]) == (dtype is torch.int64), "a frozen integer parameter is never stepped"
 
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1)
@@ -146,7 +147,7 @@ D = torch.float64
 
 
 class ConstantGradient(torch.autograd.Function):
-    """``x + p``; the gradient of p is the very tensor ``constant``."""
+    """``x + p``, where the gradient of p is the tensor object ``constant`` itself."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: Tensor, constant: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def encoder() -> nn.Module:
 
 
 def sparse() -> nn.Module:
-    """A sparse gradient that shares memory with the answer, and a parameter without any."""
+    """Module with a sparse gradient that shares memory with the answer, and a parameter without a gradient."""
     table = nn.Embedding(9, 4, sparse=True, dtype=D)
     return Formula(lambda s, x: (x + s.layer((x[:, 0] > 0).long())) * 2, layer=table, unused=parameter(2))
 
@@ -222,7 +223,7 @@ def assert_steps_as_in_plain_pytorch(
     mini_batch: bool = False,
     dtype: torch.dtype = D,
 ) -> None:
-    """Two steps here and in plain PyTorch give the same weights and answers, and answers do not change later."""
+    """Assert that two steps give the weights and answers of plain PyTorch, and that answers do not change later."""
     module = seeded(make)
     plain = copy.deepcopy(module)
     plain_optimizer = optimizer(plain.parameters())
@@ -287,9 +288,9 @@ def test_only_gradients_in_shared_memory_are_copied() -> None:
     gradients = [whole, whole, other, *halves, torch.ones(4, 3).t(), torch.ones(()).expand(3, 4), None]
     private = private_gradients([matrix] * len(gradients), gradients, shared)
     assert [one is gradient for one, gradient in zip(private, gradients, strict=True)] == [
-        *(True, False, False),  # unshared; the same again; shared with others
+        *(True, False, False),  # unshared, the same again, shared with others
         *(True, False),  # two halves of one memory
-        *(False, False, True),  # other layouts; none
+        *(False, False, True),  # other layouts, none
     ]
     assert all(one is None or (one.is_contiguous() and one.equal(torch.ones(3, 4))) for one in private)
     addresses = [one.untyped_storage().data_ptr() for one in private if one is not None]
@@ -317,7 +318,7 @@ def test_gradient_gets_the_layout_of_its_parameter() -> None:
             assert private is not None and private.equal(gradient) and private.stride() == state.stride()
 
 
-LARGE = (2**9, 2**9)  # a weight of 1 MB; its bias is small
+LARGE = (2**9, 2**9)  # a weight of 1 MB and a small bias
 
 
 class RecordingSgd(torch.optim.SGD):
@@ -333,7 +334,7 @@ class RecordingSgd(torch.optim.SGD):
 def test_large_gradients_live_until_the_next_batch() -> None:
     seen: list[list[weakref.ref[Tensor]]] = []
     spec = TensorSpec((None, LARGE[0]), torch.float32)
-    backend = ExpertBackend("e", nn.Linear(*LARGE), lambda made: RecordingSgd(made, seen), args_schema=(spec,))
+    backend = ExpertBackend("e", nn.Linear(*LARGE), lambda params: RecordingSgd(params, seen), args_schema=(spec,))
     with Runtime([backend]):
         for _ in range(3):
             backend.backward_pool.submit_task(torch.randn(2, LARGE[0]), torch.randn(2, LARGE[1])).result(30)

@@ -1,4 +1,4 @@
-"""Invalid counts and seconds in options are rejected at once, and not in the thread that would wait."""
+"""Invalid counts and seconds in options are rejected at once, not later in a waiting thread."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ WRONG: list[tuple[type, str, list[Any]]] = [
 
 
 def test_options_of_wrong_types_are_rejected_by_name(subtests: pytest.Subtests) -> None:
-    """As where no types are checked: here they would be, before the options are looked at."""
+    """Calls ``__post_init__`` directly, because the run-time type checks would reject the values first."""
     for kind, name, values in WRONG:
         with subtests.test(kind=kind, name=name, values=values):
             for value in values:
@@ -160,8 +160,8 @@ def test_pool_with_the_longest_timeout_blocks_no_other() -> None:
     row = torch.zeros(1, 1)
     with Runtime([slow, quick]) as runtime:
         waits = slow.submit_task(row)
-        for _ in range(3):  # once it has done the first, it has seen the one that waits
+        for _ in range(3):  # after the first answer, the runtime has seen the waiting task
             assert quick.submit_task(row).result(5) is not None
         assert not waits.done()
-        assert runtime.shutdown(timeout=float("inf")), "what was accepted runs without waiting, and then it ends"
+        assert runtime.shutdown(timeout=float("inf")), "the shutdown runs accepted tasks without waiting"
         assert waits.result(0) is not None

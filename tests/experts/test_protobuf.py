@@ -15,10 +15,10 @@ PROTOS = sorted(SOURCE.rglob("*.proto"))
 @pytest.mark.parametrize("proto", PROTOS, ids=lambda proto: proto.name)
 def test_descriptor_set_matches_its_proto(proto: Path, tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="the extra `test` brings protoc")
-    made = tmp_path / "made.binpb"
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--include_imports", f"--descriptor_set_out={made}"]
+    built = tmp_path / "made.binpb"
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--include_imports", f"--descriptor_set_out={built}"]
     subprocess.run([*command, proto.name], cwd=proto.parent, check=True, timeout=60)
-    assert made.read_bytes() == proto.with_suffix(".binpb").read_bytes(), f"run the command at the top of {proto.name}"
+    assert built.read_bytes() == proto.with_suffix(".binpb").read_bytes(), f"run the command at the top of {proto.name}"
 
 
 def test_messages_are_found_by_their_names() -> None:

@@ -1,4 +1,4 @@
-"""Kinds of experts are asked for by name, and those of torchweft are ordinary ones."""
+"""Expert kinds are looked up by name, and the bundled kinds have no special treatment."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torchweft.experts import ExpertFactory, FeedForward, Runtime, expert_kinds,
 from torchweft.experts import registry as registered
 
 
-def test_a_kind_is_made_by_keywords_and_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kind_is_built_from_keyword_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "_kinds", dict(registered._kinds))
 
     @register_expert("double")
@@ -31,7 +31,7 @@ def test_a_kind_is_made_by_keywords_and_serves(monkeypatch: pytest.MonkeyPatch) 
         make_expert("double", hidden=3)
 
 
-def test_the_bundled_layers_are_trained_like_any_other() -> None:
+def test_bundled_layers_are_trained() -> None:
     ffn = make_expert("ffn", hidden=8).backend("ffn.0", partial(torch.optim.Adam, lr=1e-2))
     layer = make_expert("transformer", hidden=8, heads=2).backend("t.0", partial(torch.optim.SGD, lr=1e-2))
     assert isinstance(ffn.module, FeedForward) and isinstance(layer.module, nn.TransformerEncoderLayer)

@@ -1,4 +1,4 @@
-"""One thread works on the oldest task of all pools, and no process or callback can end it."""
+"""One thread runs the pool with the oldest task, and no process function or callback can end it."""
 
 import asyncio
 import threading
@@ -37,7 +37,7 @@ def record_names(order: list[str], name: str) -> Callable[[Sequence[Task]], list
 def busy_runtime(
     answers: Callable[[Sequence[Task]], Any] = echo,
 ) -> Iterator[tuple[BlockingProcess, TaskPool, Runtime, "Future[Any]"]]:
-    """A runtime within a batch of its pool "gate", which goes on when the gate is opened, and that batch's future."""
+    """Runtime that is blocked in a batch of its pool "gate" until ``go`` is released, and the future of that batch."""
     gate = BlockingProcess(answers)
     pool = TaskPool("gate", gate, X)
     with Runtime([pool]) as runtime:
@@ -86,7 +86,7 @@ def test_shutdown_finishes_accepted_tasks_and_rejects_others() -> None:
 def test_shutdown_without_drain_leaves_only_the_running_batch() -> None:
     with busy_runtime() as (gate, pool, runtime, _):
         waiting = pool.submit_task(ROW)
-        assert not runtime.shutdown(drain=False, timeout=0.05), "a batch that hangs cannot be stopped"
+        assert not runtime.shutdown(drain=False, timeout=0.05), "a running batch cannot be stopped"
         assert isinstance(waiting.exception(0), ClosedError)
         assert runtime.statistics().working_on == "gate"
         gate.go.release(100)
@@ -160,7 +160,7 @@ def test_experts_share_a_runtime_and_clients_an_expert() -> None:
 
 
 class ThreadKilled(BaseException):
-    """An exception with which some libraries end their threads."""
+    """Exception of a kind with which some libraries end their threads."""
 
 
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, ThreadKilled, ValueError])
@@ -203,7 +203,7 @@ def test_client_that_sets_its_own_future_disturbs_no_other() -> None:
 
 def test_future_set_just_before_its_answer_keeps_its_result() -> None:
     class LooksRunning(Future[Any]):
-        """Set by its client right after the runtime looked at it."""
+        """Future that its client sets right after the runtime has checked it."""
 
         def running(self) -> bool:
             return True
@@ -250,7 +250,7 @@ def test_dead_thread_fails_all_tasks_and_can_be_restarted(monkeypatch: pytest.Mo
     monkeypatch.undo()
     assert runtime.shutdown() and not runtime.statistics().alive
     with runtime:
-        again = [pool.submit_task(ROW, client="ann") for _ in range(2)]  # the whole share is free
+        again = [pool.submit_task(ROW, client="ann") for _ in range(2)]  # the client's share is free again
         assert all(future.result(30) for future in again)
     assert pool.statistics().running_tasks == 0
 

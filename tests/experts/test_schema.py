@@ -1,4 +1,4 @@
-"""Schemas, the dummy run that completes them, constants in them, and unusual tensors, which are rejected by name."""
+"""Schemas, the dummy run that completes them, constant outputs, and rejection of unsupported tensors by name."""
 
 import warnings
 from collections.abc import Callable
@@ -124,7 +124,7 @@ def test_failed_dummy_run_says_how_to_fix_the_schemas() -> None:
 
 
 def talking(says: Callable[[Tensor], Any]) -> nn.Module:
-    """Returns something in addition to its tensor, and a number that is always the same."""
+    """Module that returns ``says(x)`` and a constant in addition to its tensor."""
     return Formula(lambda self, x: (self.layer(x), {"says": says(x), "always": 1}), layer=double_layer())
 
 
@@ -218,7 +218,7 @@ def odd_module(odd: Tensor, *, always: bool) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_tensors_are_rejected_by_name(kind: str) -> None:
-    """As inputs, with the faults of other inputs, and as outputs."""
+    """As inputs, together with the faults of other inputs, and as outputs."""
     make, word = ODD[kind]
     backend = ExpertBackend("e", nn.Bilinear(WIDTH, WIDTH, 1, dtype=torch.float64), args_schema=(X, X))
     with pytest.raises(SpecError, match=rf"- args\[0\] is a {word} tensor.*\n  - args\[1\] has dtype"):

@@ -1,4 +1,4 @@
-"""A state dict as one file: every value and type comes back, and training continues to the same bits."""
+"""Serialized state restores every value and type, and training continues to the same bits."""
 
 import contextlib
 import math
@@ -35,7 +35,7 @@ VALUES = st.recursive(LEAVES, containers, max_leaves=12)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and value all the way down, in the order of keys, and NaN equal to itself."""
+    """Whether types, values and key order are equal at every level. NaN equals itself."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -60,23 +60,23 @@ def test_every_tensor_keeps_its_bits(subtests: pytest.Subtests) -> None:
             shapes = [(), (0, 3), (1,), (4, 6)]
             forms = ["plain", "transposed", "strided", "expanded"]
             tensors = [formed(random_tensor(dtype, shape, 9), form) for shape in shapes for form in forms]
-            odd = torch.ones(3, dtype=torch.int8)  # an odd number of bytes must not misalign what follows
-            found = deserialize(serialize([odd, *tensors, odd.clone()]))
-            assert all(map(same_bytes, found[1:-1], tensors))
+            odd = torch.ones(3, dtype=torch.int8)  # an odd number of bytes must not misalign later tensors
+            restored = deserialize(serialize([odd, *tensors, odd.clone()]))
+            assert all(map(same_bytes, restored[1:-1], tensors))
 
 
 def test_tied_tensors_are_stored_once_and_tied_again() -> None:
     w = torch.randn(100)
     data = serialize({"a": w, "b": w, "half": w[:50]})
-    found = deserialize(data)
-    assert found["a"] is found["b"] and torch.equal(found["half"], w[:50])
+    restored = deserialize(data)
+    assert restored["a"] is restored["b"] and torch.equal(restored["half"], w[:50])
     assert len(load(bytes(data))) == 2
 
 
 def test_tensors_have_readable_and_distinct_names() -> None:
     assert set(load(bytes(serialize({"state": nn.Linear(2, 3).state_dict()})))) == {"state/weight", "state/bias"}
-    found = deserialize(serialize({0: torch.zeros(1), "0": torch.ones(1), ("0",): {"x": 1}}))
-    assert (found[0].add_(2).item(), found["0"].item()) == (2, 1), "they may be written to"
+    restored = deserialize(serialize({0: torch.zeros(1), "0": torch.ones(1), ("0",): {"x": 1}}))
+    assert (restored[0].add_(2).item(), restored["0"].item()) == (2, 1), "loaded tensors are writable"
     saved = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
     assert deserialize(serialize(saved))._metadata == saved._metadata  # the versions of modules
 
@@ -134,8 +134,8 @@ def test_all_values_that_cannot_be_stored_are_listed() -> None:
 def test_other_bytes_raise_only_damaged_error(data: bytes | int) -> None:
     if isinstance(data, int):
         whole = bytearray(serialize({"w": torch.ones(3), "n": [1, (2.5, None)]}))
-        at = data % len(whole)
-        whole[at] ^= 1 + data % 255
+        place = data % len(whole)
+        whole[place] ^= 1 + data % 255
         data = bytes(whole[: len(whole) - data % 3])
     with contextlib.suppress(DamagedError):
         deserialize(data)

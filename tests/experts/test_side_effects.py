@@ -1,4 +1,4 @@
-"""Side effects of a forward are undone, and a gradient is that of the forward that the client saw: of a mask, y / x."""
+"""Side effects of a forward are undone, and a backward uses the dropout mask of the forward that the client saw."""
 
 import random
 import threading
@@ -35,7 +35,7 @@ def replace_buffer(module: Formula, x: Tensor) -> Tensor:
 
 
 def write_buffer(module: Formula, x: Tensor) -> Tensor:
-    """The dummy run, on zeros, writes the same values again."""
+    """Write a running mean. The dummy run on zeros does not change its values."""
     module.get_buffer("mean").mul_(0.9).add_(0.1 * x.detach().mean(0))
     return module.layer(x)
 
@@ -56,7 +56,7 @@ CHANGING: dict[str, Callable[[], nn.Module]] = {
 
 
 def still(parameters: Any) -> torch.optim.Optimizer:
-    """Steps, and leaves the weights to the module."""
+    """Optimizer whose steps leave the weights unchanged."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
@@ -86,7 +86,7 @@ def masking_expert(name: str = "mask", width: int = WIDTH, **more: Any) -> Exper
 
 
 def is_masked_like(x: Tensor, y: Tensor, gradient: Tensor | None) -> bool:
-    """Whether the gradient of the sum is the mask of the outputs, and drops some of them."""
+    """Whether the gradient of ``y.sum()`` is the dropout mask ``y / x``, with at least one zero."""
     return gradient is not None and torch.equal(gradient, (y / x).detach().round()) and not gradient.all()
 
 
@@ -104,7 +104,7 @@ def test_remote_gradient_uses_the_mask_of_its_forward(
         for y in (other, one):
             (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
             assert is_masked_like(x, y, gradient)
-            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient)  # a step of its own, and the same mask
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient)  # another step, but the same mask
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -117,15 +117,15 @@ def test_remote_stage_of_a_pipe_frees_the_generator(way: str, checkpoint: Any, e
             layers = nn.Sequential(nn.Identity(), middle, nn.Dropout(0.5))
             return Pipe(layers, balance=[1, 2], chunks=2, checkpoint=checkpoint, executor=executor)
 
-        far, near = pipe(RemoteExpert("mask", transport, accumulate=True)), pipe(nn.Identity())
+        remote_pipe, local_pipe = pipe(RemoteExpert("mask", transport, accumulate=True)), pipe(nn.Identity())
         for seed in range(2):
             x = rows(20, seed).requires_grad_()
             torch.manual_seed(seed)
-            y = far(x)
+            y = remote_pipe(x)
             y.sum().backward()
             assert is_masked_like(x, y, x.grad)
             torch.manual_seed(seed)
-            assert not y.detach()[near(x) == 0].any(), "what is drawn here is what would be drawn without"
+            assert not y.detach()[local_pipe(x) == 0].any(), "the local generator draws as without a remote stage"
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_graph": True}])
@@ -191,12 +191,12 @@ def test_eval_of_a_model_reaches_its_experts(
             twin.train(training)
             buffers = {name: buffer.clone() for name, buffer in backend.module.named_buffers()}
             x, own = rows(6, 0).requires_grad_(), rows(6, 0).requires_grad_()
-            y, wanted = model(x), twin(own)
+            y, expected = model(x), twin(own)
             y.square().sum().backward()
-            wanted.square().sum().backward()
-            assert training or (torch.equal(y, wanted) and torch.equal(x.grad, own.grad))
+            expected.square().sum().backward()
+            assert training or (torch.equal(y, expected) and torch.equal(x.grad, own.grad))
             assert training != torch.equal(buffers["norm.running_mean"], backend.module.get_buffer("norm.running_mean"))
-        assert backend.module.training and all(each.training for each in backend.module.modules())
+        assert backend.module.training and all(module.training for module in backend.module.modules())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -214,7 +214,7 @@ def test_modes_share_no_batch_and_frozen_layers_stay_frozen(dropout: float) -> N
 
 
 def draw_late(when: str) -> nn.Module:
-    """Draws nothing in the dummy run, but on other inputs, in backward, or after its dropout was switched on."""
+    """Module that draws nothing in the dummy run, but on other inputs, in backward, or with dropout switched on."""
 
     def forward(module: Formula, x: Tensor) -> Tensor:
         y = module.layer(module.dropout(x))
@@ -228,7 +228,7 @@ def draw_late(when: str) -> nn.Module:
 
 
 def switch_dropout(module: nn.Module, when: str, *, on: bool) -> nn.Module:
-    """By its number, or by its mode."""
+    """Switch dropout by its probability (``number``) or by its mode."""
     dropout = module.get_submodule("dropout")
     dropout.p = 0.5 if when == "mode" or (on and when == "number") else 0.0
     return dropout.train(on) and module
@@ -258,7 +258,7 @@ def test_late_draws_are_private_and_replayed(when: str, tmp_path: Path) -> None:
         answer.result(0)
         live.backward_pool.submit_task(rows(6, number), gradient, key=f"{number}", evaluation=number == 3)
         work(live)
-        assert torch.equal(torch.get_rng_state(), before), "the generator is the caller's"
+        assert torch.equal(torch.get_rng_state(), before), "the caller's generator is unchanged"
     journal.close()
     entries = journal.entries()
     assert [entry.evaluation for entry in entries] == [False, False, False, True]
@@ -286,7 +286,7 @@ def test_two_drawing_stages_request_a_description_at_once() -> None:
     with Server([fussy_backend()]) as server, Slow(server.handler()) as transport, ThreadPoolExecutor(2) as threads:
         remote = RemoteExpert("fussy", transport, timeout=3.0)
         outputs = [threads.submit(stage, remote) for _ in range(2)]
-        for _ in range(3):  # both hold, one after the other, and one asks
+        for _ in range(3):  # both stages are inside, and one requests the description
             assert inside.acquire(timeout=10)
         answer.set()
         assert torch.equal(*[output.result(10) for output in outputs])

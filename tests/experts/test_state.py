@@ -1,4 +1,4 @@
-"""A state is loaded as a whole or not at all, and unfrozen layers are trained, also after a load."""
+"""A state is loaded completely or not at all, and unfrozen layers are trained, also after a load."""
 
 import copy
 from functools import partial, reduce
@@ -59,7 +59,7 @@ def half_frozen(factory: Any) -> ExpertBackend:
 
 
 def step_plain(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int, mini_batch: bool) -> None:
-    """As `send_step`."""
+    """The step of `send_step` in plain PyTorch."""
     optimizer.zero_grad()
     for part in range(1 + mini_batch):
         module(rows(2, seed + part)).backward(rows(2, seed + part + 50))
@@ -73,7 +73,7 @@ def test_unfrozen_layer_is_trained(factory: Any, mini_batch: bool) -> None:
     plain = copy.deepcopy(backend.module)
     optimizer = factory(plain.parameters())
     for parameter in backend.module[0].parameters():
-        parameter.grad = torch.ones_like(parameter)  # left there by earlier code
+        parameter.grad = torch.ones_like(parameter)  # left over from earlier code
     frozen = copy.deepcopy(backend.module[0])
     assert all(isinstance(answer, list) for answer in send_step(backend, 0, mini_batch))
     step_plain(plain, optimizer, 0, mini_batch)
@@ -113,8 +113,8 @@ def test_rejected_state_changes_nothing(place: tuple[Any, ...], value: Any, step
         for one in (backend, twin):
             good(one.executor.backward([task(rows(2, seed), rows(2, seed + 9))]))
     bad = backend.state_dict()
-    for each in bad["module"].values():
-        each.add_(1)
+    for tensor in bad["module"].values():
+        tensor.add_(1)
     bad["schedule"]["last_epoch"] = 77
     bad["optimizer"]["state"][0]["exp_avg"].add_(1)
     bad["steps"] = steps

@@ -1,4 +1,4 @@
-"""A task and its waiters; the queue against a plain list; the delay of batches, simulated and in a pool."""
+"""A task and its waiters, the queue compared with a plain list, and the batch delay, simulated and in a pool."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ events = st.one_of(
 
 
 class ListQueue:
-    """All waiting tasks in order of arrival. Those of group "m" are of a mini-batch, which waits for no more rows."""
+    """All waiting tasks in order of arrival. Group "m" belongs to a mini-batch, which does not wait for more rows."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -132,7 +132,7 @@ def test_queue_agrees_with_a_plain_list(history: list[tuple]) -> None:  # type: 
 
 
 class Outcome(NamedTuple):
-    """The second half of a simulation: seconds of a lap, and batches. Of the whole: seconds of waiting."""
+    """Seconds per lap and batches in the second half of a simulation, and seconds waited in all of it."""
 
     lap: float
     batches: int
@@ -146,9 +146,9 @@ def simulate(
     starts: Sequence[float] = (),
     laps: int = 100,
 ) -> Outcome:
-    """Callers that go through the pools of an expert in turn, with a pause after each answer, and one device.
+    """Simulate callers that visit the pools of an expert in turn and pause after each answer, with one device.
 
-    ``stages``: the seconds of a batch, and those of each row. The clock is a number.
+    ``stages``: for each pool, the seconds per batch and per row. Time is simulated.
     """
     callers = CallerGroup()
     delays = [BatchDelay(max_delay, callers) for _ in stages]
@@ -201,7 +201,7 @@ def test_separate_callers_come_to_share_expensive_batches(
     pauses: list[float], starts: list[float], stages: list[tuple[float, float]]
 ) -> None:
     alone, together = (simulate(pauses, stages, max_delay, starts) for max_delay in (0.0, 10.0))
-    assert together.batches < 0.8 * alone.batches, "as many batches as without waiting"
+    assert together.batches < 0.8 * alone.batches, "waiting has merged too few batches"
     assert together.lap < 0.9 * alone.lap, "waiting has cost more than it saved"
     assert alone.waited == 0.0
 
@@ -219,11 +219,11 @@ def test_lone_caller_never_waits(pauses: list[float], stages: list[tuple[float, 
 )
 def test_useless_waiting_costs_little(pauses: list[float], stages: list[tuple[float, float]]) -> None:
     without, delayed = (simulate(pauses, stages, max_delay, laps=400) for max_delay in (0.0, 10.0))
-    assert delayed.lap <= 1.5 * without.lap  # of 400 at random, 20 took more than 1.08 of it, and none 1.3
+    assert delayed.lap <= 1.5 * without.lap  # in 400 random cases, 20 exceeded 1.08 and none 1.3
 
 
 def test_pools_of_an_expert_do_not_wait_for_each_other() -> None:
-    """Callers that wait in one pool cannot come to the other: each pool would wait, and the device for both."""
+    """Callers that wait in one pool cannot come to the other, so both pools and the device would stay idle."""
     callers = CallerGroup()
     one, other = (BatchDelay(60.0, callers) for _ in range(2))
     one.task_arrived(2)
@@ -242,7 +242,7 @@ def test_each_wait_in_vain_doubles_the_batches_without(waits: int) -> None:
     delay.batch_ended(8.0)
     waited: list[bool] = []
     while sum(waited) < waits:
-        others.task_arrived(1)  # a second caller comes to another pool each time, and leaves it without a batch
+        others.task_arrived(1)  # a second caller visits another pool, and leaves without a batch
         delay.task_arrived(1)
         others.stop_waiting(0)
         waited.append(delay.start_time(0.0, 1, lambda _: True) > 0.0)
@@ -265,7 +265,7 @@ ROW = torch.zeros(1, 1)
 
 
 class WaitingPool:
-    """A pool whose last batch took 20 s for four callers. Also its runtime, which counts how often it is woken."""
+    """Pool whose last batch took 20 s for four callers, and the pool's runtime, which counts wake-ups."""
 
     name = "runtime"
 
@@ -330,7 +330,7 @@ def test_urgent_batch_does_not_wait(monkeypatch: pytest.MonkeyPatch, case: str) 
 
 
 def test_runtime_is_woken_again_after_all_callers_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runtime was told of a batch, found none, and sleeps without a time to wake."""
+    """The runtime was woken for a batch, found none, and sleeps without a wake-up time."""
     waiting = WaitingPool(monkeypatch)
     future = waiting.pool.submit_task(ROW)
     assert not waiting.is_ready()

@@ -1,4 +1,4 @@
-"""A task pool rejects at the edge, batches without a timer, and holds nothing for clients that left."""
+"""A task pool rejects invalid tasks on submission, batches without a timer, and keeps nothing of past clients."""
 
 import threading
 import time
@@ -45,7 +45,7 @@ def pair(rows: int, length: int = 1, value: float = 1.0) -> tuple[Tensor, Tensor
 
 
 def run_all(pool: TaskPool) -> list[list[int]]:
-    """Rows of the tasks, by batch."""
+    """Run all batches. Returns the rows of the tasks of each batch."""
     batches: list[list[int]] = []
     while tasks := pool.next_batch():
         batches.append([task.rows for task in tasks])
@@ -167,7 +167,7 @@ def test_waiting_task_can_be_cancelled_and_running_one_not() -> None:
         waiting.result(0)
 
 
-# In an interpreter of its own: the type checks of every call would take minutes.
+# Runs in a separate interpreter, because type-checking every call would take minutes.
 FLOOD = """
 import gc, sys, time
 import torch
@@ -183,13 +183,13 @@ def flood(count):
         assert all(future.cancel() for future in reversed(waits))
 flood(100)
 gc.collect()
-gc.disable()  # nothing must wait in a cycle either
+gc.disable()  # no object may survive in a reference cycle
 before, blocks = len(gc.get_objects()), sys.getallocatedblocks()
 flood(10_000)
 objects, blocks = len(gc.get_objects()) - before, sys.getallocatedblocks() - blocks
 stats = pool.statistics()
 assert stats.waiting_tasks == stats.waiting_rows == 0 and stats.cancelled == 30_300, stats
-assert objects < 100 and blocks < 2000, (objects, blocks)  # shares of a thousand clients would be seen
+assert objects < 100 and blocks < 2000, (objects, blocks)  # shares of a thousand clients would exceed this
 """
 
 

@@ -1,4 +1,4 @@
-"""What an observer hears, whose trace it belongs to, and that its faults hurt nobody."""
+"""Observers receive spans with the client's trace, and their errors do not affect the server."""
 
 import logging
 import threading
@@ -22,102 +22,102 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 X = torch.ones(3, 4, dtype=torch.float64)
 
 
-class Notes:
-    """An observer that writes down what it hears; spans have numbers for traceparents."""
+class RecordingObserver:
+    """Observer that records spans. Their numbers serve as traceparents."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.spans: list[dict[str, Any]] = []
-        self.here = threading.local()
+        self.current_span = threading.local()
 
     @contextmanager
     def span(
         self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
     ) -> Generator[None]:
-        outer: str | None = getattr(self.here, "now", None)
+        outer: str | None = getattr(self.current_span, "now", None)
         with self.lock:
             number = f"{len(self.spans)}"
             span = {"name": name, "outer": outer, "parents": list(parents), "waited": waited, "failed": False}
             self.spans.append({**span, **attributes})
-        self.here.now = number
+        self.current_span.now = number
         try:
             yield
         except BaseException:
             self.spans[int(number)]["failed"] = True
             raise
         finally:
-            self.here.now = outer
+            self.current_span.now = outer
 
     def current(self) -> str | None:
-        return getattr(self.here, "now", None)
+        return getattr(self.current_span, "now", None)
 
     def spans_named(self, name: str) -> list[dict[str, Any]]:
         return [span for span in self.spans if span["name"] == f"torchweft.{name}"]
 
 
-def test_a_backward_is_received_waits_runs_and_steps() -> None:
-    notes = Notes()
-    assert isinstance(notes, SpanObserver) and isinstance(SafeObserver(notes), SpanObserver)
-    with Server([layer("a")], observer=notes) as server:
+def test_backward_has_receive_queue_batch_and_step_spans() -> None:
+    recorder = RecordingObserver()
+    assert isinstance(recorder, SpanObserver) and isinstance(SafeObserver(recorder), SpanObserver)
+    with Server([layer("a")], observer=recorder) as server:
         train(server, "a", 2)
-    received, queued = notes.spans_named("receive"), notes.spans_named("queue")
+    received, queued = recorder.spans_named("receive"), recorder.spans_named("queue")
     assert [one["torchweft.direction"] for one in received] == ["info"] + ["forward", "backward"] * 2
     assert all(one["torchweft.expert"] == "a" and one["torchweft.client"] for one in received)
-    numbers = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "torchweft.receive"][1:]
+    numbers = [str(i) for i, one in enumerate(recorder.spans) if one["name"] == "torchweft.receive"][1:]
     assert [one["parents"] for one in queued] == [[number] for number in numbers]
-    assert [one["parents"] for one in notes.spans_named("batch")] == [[number] for number in numbers]
+    assert [one["parents"] for one in recorder.spans_named("batch")] == [[number] for number in numbers]
     assert all(one["waited"] >= 0.0 and one["torchweft.rows"] == 3 for one in queued)
-    backwards = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "torchweft.batch"][1::2]
-    assert [(one["outer"], one["torchweft.steps"]) for one in notes.spans_named("step")] == [
+    backwards = [str(i) for i, one in enumerate(recorder.spans) if one["name"] == "torchweft.batch"][1::2]
+    assert [(one["outer"], one["torchweft.steps"]) for one in recorder.spans_named("step")] == [
         *zip(backwards, (1, 2), strict=True)
     ]
 
 
-def test_a_batch_of_several_tasks_names_them_all() -> None:
-    notes, backend = Notes(), layer("a")
-    with Server([backend], observer=notes) as server:
-        with backend.executor.lock:  # the first is being worked on, and the others wait
+def test_batch_span_names_all_its_tasks() -> None:
+    recorder, backend = RecordingObserver(), layer("a")
+    with Server([backend], observer=recorder) as server:
+        with backend.executor.lock:  # the first task runs, and the others wait
             threads = [threading.Thread(target=train, args=(server, "a")) for _ in range(4)]
             threads[0].start()
             wait_until(lambda: backend.forward_pool.statistics().running_tasks == 1)
-            for each in threads[1:]:
-                each.start()
+            for thread in threads[1:]:
+                thread.start()
             wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 3)
-        for each in threads:
-            each.join()
-    merged = next(one for one in notes.spans_named("batch") if one["torchweft.tasks"] > 1)
+        for thread in threads:
+            thread.join()
+    merged = next(one for one in recorder.spans_named("batch") if one["torchweft.tasks"] > 1)
     assert merged["torchweft.tasks"] == 3 == len(merged["parents"]) and merged["torchweft.rows"] == 9
-    assert {notes.spans[int(number)]["name"] for number in merged["parents"]} == {"torchweft.receive"}
+    assert {recorder.spans[int(number)]["name"] for number in merged["parents"]} == {"torchweft.receive"}
 
 
-def test_the_trace_of_a_client_comes_with_its_connection() -> None:
-    notes = Notes()
-    with Server([layer("a")], observer=notes) as server:
+def test_client_trace_comes_with_its_connection() -> None:
+    recorder = RecordingObserver()
+    with Server([layer("a")], observer=recorder) as server:
         for trace in (lambda: TRACE, None, lambda: None, lambda: "no traceparent"):
             with GrpcTransport(server.address, trace=trace) as transport, torch.no_grad():
                 RemoteExpert("a", transport)(X)
-    found = [one["parents"] for one in notes.spans_named("receive") if one["torchweft.direction"] == "forward"]
-    assert found == [[TRACE], [], [], []]
+    parents = [one["parents"] for one in recorder.spans_named("receive") if one["torchweft.direction"] == "forward"]
+    assert parents == [[TRACE], [], [], []]
 
 
 def test_a_removed_expert_is_not_observed() -> None:
-    """Its traces are gone too. A method that the user replaced on the instance is still called within a span."""
-    backend, notes, applied = layer("a"), Notes(), list[int]()
+    """Its traces are dropped too. A method that the user replaced on the instance still runs within a span."""
+    backend, recorder, applied = layer("a"), RecordingObserver(), list[int]()
 
     def replaced() -> None:
         applied.append(backend.steps)
         type(backend).apply_gradients(backend)
 
     backend.apply_gradients = replaced  # type: ignore[method-assign]
-    with Server([backend], observer=notes) as server:
+    with Server([backend], observer=recorder) as server:
         train(server, "a")
-        assert len(notes.spans_named("step")) == len(applied) == 1
+        assert len(recorder.spans_named("step")) == len(applied) == 1
         assert not server._dispatcher._traces  # type: ignore[attr-defined]
         assert server.remove("a")
-    count = len(notes.spans)
+    count = len(recorder.spans)
     with Server([backend]) as server:
         train(server, "a")
-    assert len(notes.spans) == count
+    assert len(recorder.spans) == count
 
 
 class Faulty:
@@ -153,7 +153,7 @@ def test_failing_observer_is_logged_and_harmless(place: str, caplog: pytest.LogC
         assert server.statistics().experts["a"].steps == 1
     assert f"in {place}" in caplog.text
     with pytest.raises(ValueError, match="mine"), SafeObserver(Faulty(place)).span("torchweft.batch", {}):
-        raise ValueError("mine")  # what the work raises goes through
+        raise ValueError("mine")  # errors of the work itself are passed on
 
 
 def exported() -> tuple[OpenTelemetryObserver, Any]:
@@ -185,7 +185,7 @@ def test_opentelemetry_trace_spans_client_and_step() -> None:
     assert queue.start_time <= queue.end_time and queue.attributes["torchweft.rows"] == 3
 
 
-def test_opentelemetry_links_a_batch_to_all_that_it_joined() -> None:
+def test_opentelemetry_links_a_batch_to_all_its_tasks() -> None:
     observer, memory = exported()
     other = TRACE.replace("0af7", "1bf7")
     with observer.span("outside", {}), observer.span("torchweft.batch", {}, parents=[TRACE, other]):

@@ -1,4 +1,4 @@
-"""Over a network that delays, cuts and swallows, every step happens once, and no call outlives its deadline."""
+"""Over a network that delays, cuts and loses data, every step happens once and calls end by their deadline."""
 
 import socket
 import threading
@@ -25,7 +25,7 @@ LONG = 100.0
 
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """The address of a server that sends back what it gets, one connection after the other."""
+    """Address of an echo server that serves one connection at a time."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run() -> None:
@@ -35,7 +35,7 @@ def echo() -> Iterator[str]:
                     with one:
                         while data := one.recv(1 << 16):
                             one.sendall(data)
-                except ConnectionError:  # it was cut
+                except ConnectionError:  # the proxy cut the connection
                     continue
                 except OSError:  # the listener was closed
                     return
@@ -53,21 +53,21 @@ def connect(network: FaultyProxy) -> socket.socket:
 
 
 def read(one: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count and (data := one.recv(count - len(found))):
-        found += data
-    return found
+    received = b""
+    while len(received) < count and (data := one.recv(count - len(received))):
+        received += data
+    return received
 
 
 def has_ended(one: socket.socket) -> bool:
-    """Wait for the other side to end it; whether that came before any byte."""
+    """Wait for the next byte or the end of the connection. Returns whether it ended first."""
     try:
         return one.recv(1) == b""
     except ConnectionResetError:
         return True
 
 
-def test_what_is_late_comes_whole_and_in_order(echo: str) -> None:
+def test_delayed_data_arrives_complete_and_in_order(echo: str) -> None:
     sent = torch.randint(256, (300_000,), dtype=torch.uint8).numpy().tobytes()
     with (
         FaultyProxy(echo, NetworkFaults(late=0.002, stall=0.1, stall_seconds=0.01)) as network,
@@ -79,7 +79,7 @@ def test_what_is_late_comes_whole_and_in_order(echo: str) -> None:
         sender.join()
 
 
-def test_a_cut_connection_ends_and_the_next_one_is_made(echo: str) -> None:
+def test_cut_connection_ends_and_a_new_one_works(echo: str) -> None:
     with FaultyProxy(echo, NetworkFaults(cut=1.0)) as network:
         for cut in (True, False):
             with connect(network) as one:
@@ -96,7 +96,7 @@ def test_silent_connection_returns_nothing_until_it_ends(echo: str) -> None:
             one.settimeout(0.2)
             with pytest.raises(TimeoutError):
                 one.recv(1)
-            one.sendall(b"are you there?")  # nobody says no
+            one.sendall(b"are you there?")  # succeeds, as if half open
         network.network_faults = NetworkFaults(silent=1.0, silent_seconds=0.1)
         with connect(network) as one:
             one.sendall(b"hello")
@@ -107,21 +107,21 @@ def test_silent_connection_returns_nothing_until_it_ends(echo: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_bad_network_changes_no_weights(seed: int) -> None:
-    here = fussy_backend()
-    with Server([here]) as server, LocalTransport(server.handler()) as transport:
-        wanted = train(transport, here.name)
-    there = fussy_backend()
+    plain = fussy_backend()
+    with Server([plain]) as server, LocalTransport(server.handler()) as transport:
+        expected = train(transport, plain.name)
+    remote = fussy_backend()
     with (
-        Server([there]) as server,
+        Server([remote]) as server,
         FaultyProxy(server.address, ROUGH, seed) as network,
         GrpcTransport(network.address) as transport,
     ):
-        found = train(transport, there.name)
+        results = train(transport, remote.name)
         harm = network.cuts + network.silences
     assert harm > 0
-    assert there.steps == here.steps == STEPS
-    assert all(map(torch.equal, found, wanted))
-    assert same_weights(there.module, here.module)
+    assert remote.steps == plain.steps == STEPS
+    assert all(map(torch.equal, results, expected))
+    assert same_weights(remote.module, plain.module)
 
 
 def train(transport: Transport, uid: str) -> list[torch.Tensor]:
@@ -142,7 +142,7 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
-def test_of_many_at_once_every_key_steps_once(seed: int) -> None:
+def test_concurrent_keys_step_once_each(seed: int) -> None:
     backend = marks(120)
     with (
         Server([backend]) as server,

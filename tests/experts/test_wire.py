@@ -1,5 +1,5 @@
-"""What goes in comes out, to the bit; of what anybody may send, a frame or a WireError. `TORCHWEFT_FUZZ=1000000`
-fuzzes.
+"""Frames decode to the bits that were encoded, and arbitrary bytes give a frame or a WireError.
+`TORCHWEFT_FUZZ=1000000` runs that many random mutations.
 """
 
 import os
@@ -30,7 +30,7 @@ def message(*tensors: torch.Tensor) -> bytes:
 
 
 @given(st.lists(calls(), min_size=1, max_size=3), st.sampled_from([bytes, bytearray, memoryview]))
-def test_what_is_encoded_is_decoded_to_the_bit(sent: list[Call], kind: type) -> None:
+def test_decoding_restores_every_bit(sent: list[Call], kind: type) -> None:
     received = decode(kind(encode(sent)))
     assert [one.header for one in received] == [one.header for one in sent]
     for a, b in zip(sent, received, strict=True):
@@ -51,14 +51,14 @@ def test_every_dtype_travels_from_any_strides(subtests: pytest.Subtests) -> None
 @given(st.lists(calls(compressed=True), min_size=1, max_size=3))
 def test_descriptors_match_the_tensors(sent: list[Call]) -> None:
     for a, b in zip(sent, decode(encode(sent)), strict=True):
-        told = [(one.dtype, one.shape) for one in b.descriptors]
-        assert told == [(tensor.dtype, tuple(tensor.shape)) for tensor in a.tensors]
-        made = b.tensors()
-        assert told == [(tensor.dtype, tuple(tensor.shape)) for tensor in made]
-        assert [one.decoded_bytes for one in b.descriptors] == [tensor.nbytes for tensor in made]
+        described = [(one.dtype, one.shape) for one in b.descriptors]
+        assert described == [(tensor.dtype, tuple(tensor.shape)) for tensor in a.tensors]
+        decoded = b.tensors()
+        assert described == [(tensor.dtype, tuple(tensor.shape)) for tensor in decoded]
+        assert [one.decoded_bytes for one in b.descriptors] == [tensor.nbytes for tensor in decoded]
 
 
-def test_the_codes_of_dtypes_are_of_this_format_for_ever() -> None:
+def test_dtype_codes_never_change() -> None:
     known = {1: "bool", 5: "uint64", 6: "int8", 9: "int64", 16: "float16", 17: "bfloat16", 18: "float32", 19: "float64"}
     assert {code: str(DTYPES[code]).removeprefix("torch.") for code in known} == known
     assert len(CODES) == len(DTYPES)
@@ -72,14 +72,14 @@ def test_decoded_tensors_are_writable_views() -> None:
             tensors = [decode(message(torch.full((1000,), float(i))))[0].tensors()[0].add_(1) for i in range(50)]
     finally:
         torch.set_warn_always(False)
-    assert all(bool((tensor == i + 1).all()) for i, tensor in enumerate(tensors)), "each keeps its message alive"
+    assert all(bool((tensor == i + 1).all()) for i, tensor in enumerate(tensors)), "each tensor keeps its message alive"
     frame = bytearray(message(torch.zeros(4)))
     decode(frame)[0].tensors()[0][0] = 1.0
     assert decode(frame)[0].tensors()[0][0] == 1.0
 
 
 @pytest.mark.parametrize("shift", [1, 8, 15])
-def test_a_message_at_an_odd_address_still_gives_aligned_tensors(shift: int) -> None:
+def test_tensors_of_an_unaligned_message_are_aligned(shift: int) -> None:
     frame = message(torch.arange(5.0, dtype=torch.float64), torch.ones(3, dtype=torch.int16))
     room = bytearray(shift) + frame
     first, second = decode(memoryview(room)[shift:])[0].tensors()
@@ -92,7 +92,7 @@ def test_a_message_at_an_odd_address_still_gives_aligned_tensors(shift: int) -> 
     [torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta"), torch.empty(2, dtype=torch.uint4)],
     ids=["sparse", "meta", "half bytes"],
 )
-def test_a_tensor_without_plain_bytes_is_refused_by_the_sender(tensor: torch.Tensor) -> None:
+def test_tensor_without_plain_bytes_is_not_sent(tensor: torch.Tensor) -> None:
     with pytest.raises(UsageError, match="cannot be sent"):
         message(tensor)
 
@@ -101,14 +101,14 @@ def test_views_travel_as_their_values_and_without_a_gradient() -> None:
     x, column = torch.tensor([1 + 2j, 3 - 4j]), torch.ones(1, 2, dtype=torch.bfloat16)[:, 0]
     assert column.is_contiguous() and column.stride() == (2,)
     sent = [x.conj(), x.conj().imag, column, torch.ones(2, requires_grad=True)]
-    wanted = [x.conj().resolve_conj(), -x.imag, column.clone(), torch.ones(2)]
-    found = decode(message(*sent))[0].tensors()
-    assert all(map(same_bytes, found, wanted)) and not found[-1].requires_grad
+    expected = [x.conj().resolve_conj(), -x.imag, column.clone(), torch.ones(2)]
+    received = decode(message(*sent))[0].tensors()
+    assert all(map(same_bytes, received, expected)) and not received[-1].requires_grad
 
 
-def test_a_bool_that_is_no_bool_is_refused() -> None:
+def test_invalid_bool_byte_is_rejected() -> None:
     frame = bytearray(message(torch.zeros(16, dtype=torch.bool)))
-    frame[-3] = 2  # of 16 bytes at the end
+    frame[-3] = 2  # the frame ends with the 16 bytes of the tensor
     received = decode(frame)[0]
     with pytest.raises(MalformedError, match="a bool is 2") as caught:
         received.tensors()
@@ -130,7 +130,7 @@ def test_a_bool_that_is_no_bool_is_refused() -> None:
     ],
     ids=lambda value: None if isinstance(value, str) else "limits",
 )
-def test_both_sides_refuse_what_is_larger_than_the_limits(limits: Limits, told: str) -> None:
+def test_both_sides_enforce_the_limits(limits: Limits, told: str) -> None:
     header = Header(kind=Kind.FORWARD, call_id=1, uid="ffn.0", data=b"abc")
     sent = [Call(header, [torch.ones(3, 4), torch.ones(3, 4)])] * 2
     with pytest.raises(LimitError, match=told):
@@ -141,7 +141,7 @@ def test_both_sides_refuse_what_is_larger_than_the_limits(limits: Limits, told: 
     exact = Limits(frame_bytes=len(one), decoded_bytes=96, tensors=2, calls=1, axes=2, elements=12, name_bytes=5)
     assert len(decode(one, exact)) == 1
     packed = encode([Call(Header(kind=Kind.FORWARD, call_id=1), [torch.ones(64, 512)], [Compression.INT8])])
-    with pytest.raises(LimitError, match="decoded_bytes: 131072, at most 100000"):  # though its frame is smaller
+    with pytest.raises(LimitError, match="decoded_bytes: 131072, at most 100000"):  # although the frame is smaller
         decode(packed, Limits(decoded_bytes=100_000))
     assert len(packed) < 40_000
     with pytest.raises(UsageError, match=r"calls is 0.*\n.*axes is 65"):
@@ -151,12 +151,12 @@ def test_both_sides_refuse_what_is_larger_than_the_limits(limits: Limits, told: 
 def test_limit_error_names_the_call_and_the_remedy() -> None:
     names = {Kind.FORWARD: "the forward of", Kind.BACKWARD: "the backward of", Kind.RESULT: "the answer of"}
     for kind, uid in [*((kind, "ffn.0") for kind in names), (Kind.RESULT, "")]:
-        told = f"{names[kind]} expert 'ffn.0'" if uid else "one answer"
-        with pytest.raises(LimitError, match=f"frame_bytes of {told}: .*, at most 100 are allowed; send fewer rows"):
+        subject = f"{names[kind]} expert 'ffn.0'" if uid else "one answer"
+        with pytest.raises(LimitError, match=f"frame_bytes of {subject}: .*, at most 100 are allowed; send fewer rows"):
             encode([Call(Header(kind=kind, call_id=1, uid=uid), [torch.ones(30)])], Limits(frame_bytes=100))
 
 
-def test_a_frame_in_parts_is_the_frame() -> None:
+def test_frame_in_parts_equals_the_frame() -> None:
     sent = [Call(ASK, [torch.randn(300_000), torch.ones(5)]), Call(ASK, [torch.arange(20_000)])]
     first, *rest = encode_parts(sent)
     assert all(len(part) == MESSAGE_BYTES for part in [first, *rest][:-1]) and len(rest) == 2
@@ -174,8 +174,8 @@ def test_a_frame_in_parts_is_the_frame() -> None:
             Frame(first).append(wrong)
 
 
-def test_a_message_of_protobuf_is_a_frame() -> None:
-    """Whatever writes and reads Frame of experts.proto can talk to a server."""
+def test_protobuf_message_is_a_frame() -> None:
+    """Any client that reads and writes Frame of experts.proto can communicate with a server."""
     proto = load_messages("torchweft.experts.wire", "experts")
     tensor = proto["Tensor"](dtype=18, shape=[2])
     call = proto["Call"](kind=1, call_id=1, uid="ffn.0", tensors=[tensor])
@@ -192,7 +192,7 @@ def test_a_message_of_protobuf_is_a_frame() -> None:
     }
 
 
-def test_faults_of_a_call_are_told_to_its_sender() -> None:
+def test_invalid_call_is_rejected_at_the_sender() -> None:
     for header in (Header(kind=Kind.PING, call_id=-1), Header(kind=Kind.PING, call_id=0, step=1 << 64)):
         with pytest.raises(UsageError, match=r"kind PING cannot be sent: .*out of range"):
             encode([Call(header)])
@@ -205,7 +205,7 @@ def test_faults_of_a_call_are_told_to_its_sender() -> None:
 
 
 @pytest.mark.parametrize(("given_ms", "seen"), [(-5, 0), (0, 0), (1 << 40, (1 << 32) - 1), (None, None)])
-def test_a_deadline_is_cut_to_what_the_format_holds(given_ms: int | None, seen: int | None) -> None:
+def test_deadline_is_clamped_to_the_format(given_ms: int | None, seen: int | None) -> None:
     header = Header(kind=Kind.PING, call_id=0, deadline_ms=given_ms)
     assert decode(encode([Call(header)]))[0].header.deadline_ms == seen
 
@@ -217,7 +217,7 @@ INTERESTING += [(1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 
 
 def decode_and_check(message: bytes) -> bool:
-    """Decode and make all tensors. Returns whether it was a frame; lets nothing but WireError pass as a refusal."""
+    """Decode a message with all its tensors. Returns whether it was a frame. Only WireError counts as a rejection."""
     try:
         received = decode(message, CAPS)
     except WireError:
@@ -225,19 +225,19 @@ def decode_and_check(message: bytes) -> bool:
     assert sum(one.decoded_bytes for call in received for one in call.descriptors) <= CAPS.decoded_bytes
     for call in received:
         try:
-            made = call.tensors()
+            tensors = call.tensors()
         except WireError:
             continue
-        assert [(t.dtype, tuple(t.shape)) for t in made] == [(one.dtype, one.shape) for one in call.descriptors]
-        assert sum(t.nbytes for t in made) <= CAPS.decoded_bytes
+        assert [(t.dtype, tuple(t.shape)) for t in tensors] == [(one.dtype, one.shape) for one in call.descriptors]
+        assert sum(t.nbytes for t in tensors) <= CAPS.decoded_bytes
     return True
 
 
 def mutate(message: bytes, draw: random.Random) -> bytes:
-    """One to four changes: bits, bytes, numbers of any width set to interesting values, cuts and insertions."""
+    """Apply one to four changes: flipped bits, new bytes, integers at boundary values, cuts and insertions."""
     data = bytearray(message)
     for _ in range(draw.randint(1, 4)):
-        # Most hits go into the header, where everything is decided.
+        # Most changes hit the header, which determines how the rest is read.
         at = draw.randrange(max(1, len(data) if draw.random() < 0.3 else min(len(data), 160)))
         what = draw.randrange(7)
         if what == 0 and data:
@@ -260,13 +260,13 @@ def mutate(message: bytes, draw: random.Random) -> bytes:
 def seeds() -> list[bytes]:
     x, ids, mask = torch.randn(4, 8), torch.arange(6), torch.ones(3, dtype=torch.bool)
     ask = Header(kind=Kind.BACKWARD, call_id=5, uid="ffn.1", key="k1", client="me", mini_batch="m", deadline_ms=9)
-    made = [
+    frames_of_calls = [
         [Call(ask, [x, ids, mask])],
         [Call(ask, [x, x.double(), x.to(torch.complex64)], [Compression.INT8, Compression.FP16, Compression.INT8])],
         [Call(Header(kind=Kind.INFO, call_id=1, data=b"{}")), Call(ask, [torch.ones(()), torch.empty(0, 3)])],
         [Call(Header(kind=Kind.RESULT, call_id=i), [x.to(torch.float8_e4m3fn), x.bfloat16()]) for i in range(4)],
     ]
-    return [encode(calls) for calls in made]
+    return [encode(calls) for calls in frames_of_calls]
 
 
 BYTES = st.binary(max_size=300)
@@ -288,7 +288,7 @@ def test_many_mutations_end_in_a_frame_or_a_wire_error() -> None:
     whole = 0
     for turn in range(TIMES):
         whole += decode_and_check(mutate(known[turn % len(known)], draw))
-    assert TIMES // 50 < whole < TIMES  # the mutations reach the depths, and are not all harmless
+    assert TIMES // 50 < whole < TIMES  # some mutations stay valid, and some do not
 
 
 def test_every_truncation_of_a_frame_with_tensors_is_refused() -> None:
@@ -301,7 +301,7 @@ def test_every_truncation_of_a_frame_with_tensors_is_refused() -> None:
 
 
 def frame_of(shape: tuple[int, ...], *, dtype: int = 18, packing: int = 0, kind: int = 1, body: bytes = b"") -> bytes:
-    """A frame made by protobuf alone, with one tensor that says this of itself."""
+    """Frame written by protobuf alone, with one tensor of these declared properties."""
     proto = load_messages("torchweft.experts.wire", "experts")
     call = proto["Call"](kind=kind, call_id=7, tensors=[proto["Tensor"](dtype=dtype, shape=shape, compression=packing)])
     return proto["Frame"](header=proto["Header"](calls=[call]), body=body).SerializeToString()
@@ -322,7 +322,7 @@ def frame_of(shape: tuple[int, ...], *, dtype: int = 18, packing: int = 0, kind:
         (frame_of((4,), kind=70, body=bytes(16)), MalformedError, "kind"),
     ],
 )
-def test_a_header_that_lies_is_refused_with_the_reason(message: bytes, kind: type[WireError], reason: str) -> None:
+def test_false_header_is_rejected_with_the_reason(message: bytes, kind: type[WireError], reason: str) -> None:
     with pytest.raises(kind) as caught:
         decode(message)
     assert (caught.value.reason, caught.value.call_id) == (reason, 7)
@@ -342,19 +342,19 @@ def test_a_header_that_lies_is_refused_with_the_reason(message: bytes, kind: typ
         (b"\x0a" + b"\xff" * 20, MalformedError, "field"),
     ],
 )
-def test_what_is_no_frame_is_refused_with_the_reason(message: bytes, kind: type[WireError], reason: str) -> None:
+def test_invalid_frame_is_rejected_with_the_reason(message: bytes, kind: type[WireError], reason: str) -> None:
     with pytest.raises(kind) as caught:
         decode(message)
     assert caught.value.reason == reason
 
 
 def test_huge_sizes_in_a_header_cost_nothing() -> None:
-    liars = [frame_of(((1 << 63) - 1,)), frame_of((1 << 40, 1 << 23)), b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f"]
+    bad_frames = [frame_of(((1 << 63) - 1,)), frame_of((1 << 40, 1 << 23)), b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f"]
     tracemalloc.start()
     try:
         start = time.perf_counter()
         for _ in range(100):
-            for message in liars:
+            for message in bad_frames:
                 with pytest.raises(WireError):
                     decode(message)
         took, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
@@ -384,7 +384,7 @@ for header in (calls, _field_prefix(0x0A, len(tensors)) + tensors):
 """
 
 
-def test_a_header_takes_bounded_memory_until_it_is_refused() -> None:
+def test_rejected_header_takes_bounded_memory() -> None:
     done = python(HOSTILE)
     assert done.stdout.split()[::2] == ["calls", "tensors"], done.stderr
     assert all(int(kilobytes) < 24 << 10 for kilobytes in done.stdout.split()[1::2])

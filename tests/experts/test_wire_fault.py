@@ -1,4 +1,4 @@
-"""Errors as bytes: the same class, words and reason on both sides, and nothing else from any bytes."""
+"""Encoded errors keep their class, text and reason, and arbitrary bytes decode to an error or a WireError."""
 
 import contextlib
 
@@ -33,20 +33,20 @@ def test_error_keeps_its_class_and_details(kind: type[WeftError], words: str, de
 
     seen = read_fault(write_fault(kind(words)))
     assert type(seen) is kind and str(seen) == clean(words)
-    told = read_fault(write_fault(NotOwnerError("ask there", details))).details
-    assert told == {clean(key): clean(value) for key, value in details.items()}
+    received = read_fault(write_fault(NotOwnerError("ask there", details))).details
+    assert received == {clean(key): clean(value) for key, value in details.items()}
     limit = read_fault(write_fault(LimitError("too large", reason="elements", call_id=3)))
     assert isinstance(limit, LimitError) and limit.reason == "elements"
 
 
 def test_foreign_error_arrives_as_expert_failure() -> None:
-    class Strange(KeyError):
+    class Unprintable(KeyError):
         def __str__(self) -> str:
             raise ValueError
 
-    for error, told in ((ZeroDivisionError("by 0"), "ZeroDivisionError: by 0"), (Strange(), "cannot be shown")):
+    for error, words in ((ZeroDivisionError("by 0"), "ZeroDivisionError: by 0"), (Unprintable(), "cannot be shown")):
         seen = read_fault(write_fault(error))
-        assert isinstance(seen, ExpertFailedError) and told in str(seen)
+        assert isinstance(seen, ExpertFailedError) and words in str(seen)
         assert seen.details["type"].endswith(type(error).__name__)
 
 
@@ -60,13 +60,13 @@ def test_unknown_error_arrives_as_its_nearest_base() -> None:
     assert type(seen) is RemoteError and seen.details["code"] == "60000" and str(seen) == "full"
 
 
-def test_a_number_stands_for_one_class_for_ever() -> None:
+def test_fault_code_belongs_to_one_class() -> None:
     class Own(ExpertError):
         pass
 
     register_fault(65000, Own)
     try:
-        register_fault(65000, Own)  # the same again is no harm
+        register_fault(65000, Own)  # registering the same pair again is allowed
         assert type(read_fault(write_fault(Own("x")))) is Own
         with pytest.raises(UsageError, match="stands for Own"):
             register_fault(65000, OverloadError)
@@ -77,7 +77,7 @@ def test_a_number_stands_for_one_class_for_ever() -> None:
             register_fault(code, Own)
 
 
-def test_long_texts_are_cut_and_not_refused() -> None:
+def test_long_texts_are_truncated() -> None:
     seen = read_fault(write_fault(RemoteError("ä" * 10000, {str(i): "y" * 9000 for i in range(99)})))
     assert len(str(seen).encode()) <= MOST_TEXT + 3
     assert len(seen.details) <= 32
@@ -89,7 +89,7 @@ def _mutated(cut: int, flip: int) -> bytes:
     return bytes(data[: len(data) - cut % len(data)])
 
 
-def test_only_what_was_surely_not_done_may_be_asked_again() -> None:
+def test_retryable_errors_exclude_uncertain_outcomes() -> None:
     assert issubclass(NotOwnerError, RETRYABLE) and issubclass(OverloadError, RETRYABLE)
     names = {kind.__name__ for kind in FAULTS.values() if issubclass(kind, RETRYABLE)}
     assert not names & {"DeadlineError", "LostError", "StepError", "ExpertFailedError", "RemoteError", "ExpertError"}

@@ -1,4 +1,4 @@
-"""What the tests of the wire draw: tensors of every dtype, calls, frames, and broken frames."""
+"""Hypothesis strategies for the wire format: tensors of every dtype, headers, calls and frames."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ FORMS = ("plain", "transposed", "strided", "expanded")
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Any values of this dtype, NaN and Inf among the floating point ones: the bytes are drawn, not the numbers."""
+    """Tensor of random bytes, so that floating-point values include NaN and infinity."""
     generator = torch.Generator().manual_seed(seed)
     count = math.prod(shape) * dtype.itemsize
     if dtype == torch.bool:
@@ -35,14 +35,14 @@ def formed(tensor: Tensor, form: str) -> Tensor:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every bit: NaN is equal to itself here, and -0.0 is not equal to 0.0."""
+    """Whether dtype, shape and every bit are equal. NaN equals itself, and -0.0 differs from 0.0."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(one.clone(memory_format=torch.contiguous_format).ravel().view(torch.uint8) for one in (a, b)))
 
 
 def tensors() -> st.SearchStrategy[Tensor]:
-    """Tensors of every dtype that travels, of any bytes, strides and shape."""
+    """Tensors of every supported dtype, with any bytes, strides and shape."""
     dtypes = st.sampled_from(sorted(CODES, key=str))
     drawn = st.builds(random_tensor, dtypes, st.sampled_from(SHAPES), st.integers(0, 1 << 20))
     return st.builds(formed, drawn, st.sampled_from(FORMS))
@@ -50,7 +50,7 @@ def tensors() -> st.SearchStrategy[Tensor]:
 
 @st.composite
 def headers(draw: st.DrawFn) -> Header:
-    """Any header; the deadline is one that the format can hold."""
+    """Any header with a deadline that the format can hold."""
     words = st.text(max_size=12)
     wide = st.integers(0, (1 << 64) - 1)
     return Header(
@@ -71,11 +71,11 @@ def headers(draw: st.DrawFn) -> Header:
 
 @st.composite
 def calls(draw: st.DrawFn, compressed: bool = False) -> Call:
-    """A call with tensors where its kind has some; with `compressed`, each in any way."""
+    """Call with tensors if its kind carries them. With `compressed`, each has any compression."""
     header = draw(headers())
-    given: list[Any] = draw(st.lists(tensors(), max_size=3)) if header.kind in WITH_TENSORS else []
-    ways = st.lists(st.sampled_from(Compression), min_size=len(given), max_size=len(given))
-    return Call(header, given, draw(ways) if compressed else [])
+    drawn: list[Any] = draw(st.lists(tensors(), max_size=3)) if header.kind in WITH_TENSORS else []
+    compressions = st.lists(st.sampled_from(Compression), min_size=len(drawn), max_size=len(drawn))
+    return Call(header, drawn, draw(compressions) if compressed else [])
 
 
 def frames() -> st.SearchStrategy[bytes]:

@@ -1,7 +1,7 @@
 """Small models for the laws. Each is described by plain data, and built twice from it.
 
-    ModelPlan --+--> sequential(...)   layers for a Pipe; those with skips are `weft.skippable`
-                +--> Plain(...)        the same layers, with the skips in a dict: nothing of torchweft in it
+    ModelPlan --+--> sequential(...)   layers for a Pipe, with `weft.skippable` around those with skips
+                +--> Plain(...)        the same layers without torchweft, with the skips in a dict
 
 Both use the same `Block` objects or copies of them, so they compute the same function. All values are float64 and rows
 are independent, so a mini-batch and its micro-batches must agree to rounding.
@@ -29,7 +29,7 @@ class LayerPlan:
     op: str = "linear"
     form: str = "tensor"
     stashes: tuple[tuple[str, str], ...] = ()
-    """(name, kind): the main result itself, the input as it came, a fresh tensor, an integer tensor, or None."""
+    """(name, kind): the main result itself, the unchanged input, a new tensor, an integer tensor, or None."""
     pops: tuple[tuple[str, bool], ...] = ()
     """(name, whether it is used)."""
     frozen: bool = False
@@ -107,7 +107,7 @@ class Block(nn.Module):
 
 
 class Yielding(nn.Module):
-    """The same layer, which yields its skips."""
+    """The same layer as a generator, which yields its skips."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def sequential(layers: nn.ModuleList) -> nn.Sequential:
 
 
 def piped(plan: ModelPlan, layers: nn.ModuleList, **settings: Any) -> Pipe:
-    """The model as the plan cuts it, on the CPU."""
+    """The model on the CPU, in the stages of the plan."""
     return Pipe(sequential(layers), devices=["cpu"] * len(plan.balance), balance=plan.balance, **settings)
 
 
@@ -164,7 +164,7 @@ class Plain(nn.Module):
 
 
 def mini_batch(plan: ModelPlan, rows: int) -> Any:
-    """An input for the plan, with rows on axis 0, whose leaves require a gradient if the plan says so."""
+    """An input for the plan, with rows on axis 0. Its leaves require a gradient if `plan.input_tracked`."""
     generator = torch.Generator().manual_seed(plan.seed + rows)
     x = torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
     value = pytree.tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, formed(x, plan.input_form))
@@ -198,7 +198,7 @@ def difference(a: Sequence[tuple[str, Tensor | None]], b: Sequence[tuple[str, Te
     for (name, x), (other, y) in zip(a, b, strict=True):
         assert name == other
         if (x is None) != (y is None):
-            faults.append(f"{name}: {x} where {y} is wanted")
+            faults.append(f"{name}: {x}, expected {y}")
         elif x is not None and y is not None and not torch.allclose(x, y, rtol=1e-10, atol=1e-10):
             faults.append(f"{name}: off by {(x - y).abs().max():.1e}")
     return faults

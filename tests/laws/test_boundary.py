@@ -1,7 +1,7 @@
 """The fourth law: for PyTorch's autograd a step of a Pipe is one ordinary node, in every mode.
 
-Hooks fire once, `torch.autograd.grad` works, a step can be retained and walked again, and unsupported derivatives are
-rejected with a reason.
+Hooks fire once, `torch.autograd.grad` works, a retained step can be differentiated again, and unsupported derivatives
+are rejected with a reason.
 """
 
 from collections import Counter
@@ -52,7 +52,7 @@ def pipe_of(plan: ModelPlan, layers: nn.ModuleList, checkpoint: Any, schedule: s
 
 
 def loss_by(pipe: Pipe, schedule: str, value: Any) -> Tensor:
-    """The loss, computed inside if the schedule needs it."""
+    """The loss, computed inside the pipe if the schedule needs it."""
     if schedule == "gpipe":
         return objective(pipe(value)) ** 2
     return pipe(value, target=torch.zeros_like(floats(value)[0]))

@@ -11,7 +11,7 @@ from tests.laws.models import ModelPlan, blocks, difference, floats, gradients, 
 from tests.strategies import checkpoints, fitting_schedules, model_plans, valid_schedules
 
 STEPS = 3
-"""In the first step all stages lock the generator, then only those that were observed to draw."""
+"""In the first step all stages lock the generator. Later, only those do that drew before."""
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def test_executors_agree_bit_for_bit(data: st.DataObject, plan: ModelPlan) -> No
         assert (a is None) == (b is None), name
         assert a is None or b is None or torch.equal(a, b), name
     assert torch.equal(state, other_state)
-    # These walk another schedule or none: they add up in another order, with the same random numbers.
+    # These use another schedule or none, so they sum in another order, with the same random numbers.
     for executor in ("auto", "graph"):
         again, other_grads, other_state = trained(plan, rows, executor, **options)
         torch.testing.assert_close(again, losses, rtol=1e-12, atol=1e-12)

@@ -1,6 +1,6 @@
-"""The first law: a Pipe computes what the undivided model computes, output and every gradient, to rounding.
+"""The first law: a Pipe has the outputs and all gradients of the undivided model, to rounding.
 
-For every model, cut, skip, mini-batch, checkpoint mode, schedule and executor.
+The law holds for every model, cut, skip, mini-batch, checkpoint mode, schedule and executor.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from tests.laws.models import (
     piped,
     twin,
 )
-from tests.strategies import checkpoints, fitting_schedules, model_plans, splitting, valid_schedules
+from tests.strategies import checkpoints, fitting_schedules, forwards_first, model_plans, valid_schedules
 
 STEPS = 2
 """The second step starts from the state that the first one left. Under "auto" another candidate runs it."""
@@ -43,7 +43,7 @@ def schedules_for(draw: st.DrawFn, kind: str, stages: int, chunks: int) -> tuple
         return name, name not in ("gpipe", "looped_bfs") or draw(st.booleans())
     inside = kind != "table, loss outside"
     table = draw(valid_schedules(stages, chunks))
-    return (table if inside else splitting(table)), inside
+    return (table if inside else forwards_first(table)), inside
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto", "graph"])

@@ -22,8 +22,8 @@ from torchweft.pipeline.schedule import Action
 WIDTH = 32
 
 
-class Counting(Recorder):
-    """Also counts the tapes, from the start of F to their release."""
+class TapeCounter(Recorder):
+    """A recorder that also counts tapes, from the start of F to their release."""
 
     def __init__(self) -> None:
         super().__init__(memory=True)
@@ -46,7 +46,7 @@ class Counting(Recorder):
         super().released(action)
 
 
-def record_step(schedule: str, executor: Any, stages: int, chunks: int, checkpoint: Any = "never") -> Counting:
+def record_step(schedule: str, executor: Any, stages: int, chunks: int, checkpoint: Any = "never") -> TapeCounter:
     """One step of equal stages with one row per micro-batch, under a recorder."""
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)])
     pipe = Pipe(
@@ -59,7 +59,7 @@ def record_step(schedule: str, executor: Any, stages: int, chunks: int, checkpoi
         checkpoint=checkpoint,
         loss=lambda y, t: (y - t).square().mean(),
     )
-    recorder = Counting()
+    recorder = TapeCounter()
     x = torch.ones(chunks, WIDTH, dtype=torch.float64)
     recorder.ignore([*pipe.parameters(), x])
     with pipe.observed_by(recorder):
@@ -71,17 +71,17 @@ def record_step(schedule: str, executor: Any, stages: int, chunks: int, checkpoi
 @given(stages=st.integers(1, 4), chunks=st.integers(1, 6))
 def test_1f1b_holds_one_micro_batch_per_remaining_stage(executor: Any, stages: int, chunks: int) -> None:
     recorder = record_step("1f1b", executor, stages, chunks)
-    whole = record_step("gpipe", executor, stages, chunks)
+    gpipe = record_step("gpipe", executor, stages, chunks)
     for stage in range(stages):
         bound = min(stages - stage, chunks)
         assert recorder.most[stage] == bound
-        assert whole.most[stage] == chunks
-        # Bytes say the same: all micro-batches of a stage weigh alike.
+        assert gpipe.most[stage] == chunks
+        # The bytes agree, because all micro-batches of a stage have the same size.
         peak = max(count for _, count in recorder.stage_bytes[stage])
-        peak_of_all = max(count for _, count in whole.stage_bytes[stage])
+        peak_of_all = max(count for _, count in gpipe.stage_bytes[stage])
         assert 0 < peak <= bound * peak_of_all // chunks
     assert not any(recorder.now.values())
-    assert recorder.bytes[-1][1] == whole.bytes[-1][1] == 0
+    assert recorder.bytes[-1][1] == gpipe.bytes[-1][1] == 0
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
@@ -94,19 +94,19 @@ def test_recomputation_keeps_one_graph_at_a_time(executor: Any) -> None:
 
 
 class SkipLog:
-    """Weak references to the skips of one model, and observations of them. Keeps no tensor alive."""
+    """Weak references to the skips of one model, and the observations of them. Keeps no tensor alive."""
 
     def __init__(self) -> None:
         self.skips: list[weakref.ref[Any]] = []
         self.seen: list[tuple[str, int]] = []
 
     def note(self, where: str) -> None:
-        """Record whether the storage of the first skip is alive at this place; a recomputation makes another one."""
+        """Record whether the storage of the first skip is alive. A recomputation creates another storage."""
         self.seen.append((where, int(bool(self.skips) and self.skips[0]() is not None)))
 
 
-class Square(torch.autograd.Function):
-    """A function that records its backward, and saves no tensor of its output."""
+class LoggedDouble(torch.autograd.Function):
+    """Doubles its input, logs forward and backward, and saves no tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log: SkipLog, name: str) -> Tensor:
@@ -128,7 +128,7 @@ class Plain(nn.Module):
         self.log, self.name = log, name
 
     def forward(self, x: Tensor) -> Tensor:
-        return Square.apply(x, self.log, self.name)
+        return LoggedDouble.apply(x, self.log, self.name)
 
 
 @skippable(stash=["skip"])
@@ -137,14 +137,14 @@ class Source(Plain):
         skip = x + 1
         self.log.skips.append(weakref.ref(skip.untyped_storage()))
         yield stash("skip", skip)
-        return Square.apply(x, self.log, self.name)
+        return LoggedDouble.apply(x, self.log, self.name)
 
 
 @skippable(pop=["skip"])
 class Reader(Plain):
     def forward(self, x: Tensor) -> Any:
         skip = yield pop("skip")
-        return Square.apply(x + skip, self.log, self.name)
+        return LoggedDouble.apply(x + skip, self.log, self.name)
 
 
 def skipping(log: SkipLog, executor: Any, checkpoint: Any) -> Pipe:
@@ -163,11 +163,11 @@ def skipping(log: SkipLog, executor: Any, checkpoint: Any) -> Pipe:
 @pytest.mark.parametrize("checkpoint", ["never", "always", ["always"] * 3 + ["never"] * 2], ids=str)
 def test_skip_lives_from_its_stash_to_its_last_reader(checkpoint: Any) -> None:
     log = SkipLog()
-    pipe = skipping(log, "serial", checkpoint)  # threads would look in any order
+    pipe = skipping(log, "serial", checkpoint)  # with threads, the order of observations is undefined
     pipe(torch.ones(3, 4)).sum().backward()
     alive = dict(log.seen)
-    assert alive["B 3"] == 1, "the reader will need it"
-    assert alive["B 1"] == 0, "the reader is done"
+    assert alive["B 3"] == 1, "backward of the reader still needs it"
+    assert alive["B 1"] == 0, "backward of the reader is done"
     assert not any(ref() is not None for ref in log.skips)
 
 

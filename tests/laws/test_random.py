@@ -1,7 +1,7 @@
 """The fifth law: random numbers follow from the caller's seed, the layer and the micro-batch, and nothing else.
 
-So a recomputation draws the numbers of its forward, concurrent stages do not disturb each other, and a model that draws
-nothing leaves the caller's generator unchanged.
+Therefore a recomputation draws the numbers of its forward, and concurrent stages do not disturb each other. A model
+that draws nothing leaves the caller's generator unchanged.
 """
 
 import threading
@@ -45,15 +45,15 @@ def step(pipe: Pipe, seed: int, x: Tensor = ONES) -> list[Tensor]:
 class Meeting(nn.Module):
     """Draws only after another stage has begun to run, so that both draw at the same time."""
 
-    def __init__(self, here: threading.Event, there: threading.Event) -> None:
+    def __init__(self, own: threading.Event, other: threading.Event) -> None:
         super().__init__()
-        self.events = here, there
+        self.events = own, other
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        here, there = self.events
-        here.set()
-        there.wait(0.01)  # times out if the other stage waits for the generator
+        own, other = self.events
+        own.set()
+        other.wait(0.01)  # times out if the other stage waits for the generator
         return self.drop(x)
 
 
@@ -116,7 +116,7 @@ def test_stage_that_suddenly_draws_is_detected(other_draws: bool) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto", "graph"])
-def test_model_that_draws_nothing_leaves_the_generator_alone(executor: Any, checkpoint: Any) -> None:
+def test_model_that_draws_nothing_keeps_the_generator_unchanged(executor: Any, checkpoint: Any) -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.0)).double()
     pipe = pipe_over(layers, executor, checkpoint)
     before = torch.get_rng_state()
@@ -125,7 +125,7 @@ def test_model_that_draws_nothing_leaves_the_generator_alone(executor: Any, chec
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_model_that_draws_moves_the_generator_on() -> None:
+def test_model_that_draws_advances_the_generator() -> None:
     pipe = pipe_over(model(), "threads")
     torch.manual_seed(0)
     assert not torch.equal(pipe(ONES), pipe(ONES))
@@ -142,8 +142,8 @@ def test_recorder_changes_no_random_number() -> None:
         assert all(map(torch.equal, expected, step(pipe, 0)))
 
 
-class Holding(nn.Module):
-    """Draws twice. In the second micro-batch, it waits in between until another stage has drawn."""
+class PausedDropout(nn.Module):
+    """Draws twice. In the second micro-batch, waits between the draws until another stage has drawn."""
 
     def __init__(self, own: threading.Event, other: threading.Event) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Holding(nn.Module):
         return nn.functional.dropout(x, 0.5)
 
 
-class Bursting(Holding):
+class SuddenDropout(PausedDropout):
     """Draws nothing until it has a timeout. Then it draws in the first micro-batch, between the draws of the other."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,10 +175,12 @@ class Bursting(Holding):
 
 
 def step_with_sudden_draw(executor: Any, checkpoint: Any = "never") -> list[Tensor]:
-    """One step in which the second stage begins to draw. Only threads wait for each other, however long it takes."""
+    """One step in which the second stage begins to draw. With threads, the stages wait for each other."""
     one, other = threading.Event(), threading.Event()
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(8, 8), Holding(one, other), nn.Linear(8, 8), Bursting(other, one)).double()
+    layers = nn.Sequential(
+        nn.Linear(8, 8), PausedDropout(one, other), nn.Linear(8, 8), SuddenDropout(other, one)
+    ).double()
     pipe = pipe_over(layers, executor, checkpoint)
     step(pipe, 0)
     for layer in (layers[1], layers[3]):
@@ -212,7 +214,7 @@ def test_layer_that_recomputes_other_numbers_is_rejected() -> None:
 
 
 class Crowded(nn.Module):
-    """Draws between the start and the end of its recomputation, together with every other one that arrives in time."""
+    """Waits briefly for another instance before it draws, so that both draw at once unless a lock prevents it."""
 
     def __init__(self, door: threading.Condition, inside: list[int]) -> None:
         super().__init__()
@@ -222,7 +224,7 @@ class Crowded(nn.Module):
         with self.door:
             self.inside.append(1)
             self.door.notify_all()
-            self.door.wait_for(lambda: len(self.inside) > 1, 0.02)  # times out if the others wait
+            self.door.wait_for(lambda: len(self.inside) > 1, 0.02)  # times out under a lock
         x = nn.functional.dropout(x, 0.5)
         with self.door:
             self.inside.pop()
@@ -259,7 +261,7 @@ def test_self_checkpointing_layers_repeat_their_numbers(checkpoint: str, schedul
 
 
 class Disturbed(nn.Module):
-    """In its first recomputations, another thread draws from the shared generator."""
+    """In its first `times` recomputations, another thread draws from the shared generator."""
 
     def __init__(self, times: int, share: float) -> None:
         super().__init__()
@@ -338,7 +340,7 @@ def test_loss_and_the_last_stage_draw_different_numbers() -> None:
 
 
 class Dropping(nn.Module):
-    """Draws by its dropout layer, and by a function."""
+    """Draws in its dropout layer and in a function."""
 
     def __init__(self) -> None:
         super().__init__()

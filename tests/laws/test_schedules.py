@@ -18,7 +18,7 @@ Rows = list[list[Action]]
 def lost(rows: Rows, worker: int, place: int) -> str:
     """Remove an action."""
     action = rows[worker].pop(place)
-    if not any(each.kind != "F" for row in rows for each in row):
+    if not any(left.kind != "F" for row in rows for left in row):
         return "the schedule has no backward"
     return f"missing for micro-batch {action.micro_batch}"
 
@@ -32,7 +32,7 @@ def repeated(rows: Rows, worker: int, place: int) -> str:
 def elsewhere(rows: Rows, worker: int, place: int) -> str:
     """Give one action of a stage to a new worker."""
     action = rows[worker][place]
-    assume(sum(each.stage == action.stage for each in rows[worker]) > 1)
+    assume(sum(other.stage == action.stage for other in rows[worker]) > 1)
     rows.append([rows[worker].pop(place)])
     return f"stage {action.stage} is on workers {worker} and {len(rows) - 1}"
 
@@ -63,7 +63,7 @@ def test_invalid_table_is_rejected_with_the_reason(
     reason = spoil(rows, worker, data.draw(st.integers(0, len(rows[worker]) - 1), "place"))
     table = Schedule(tuple(map(tuple, rows)))
     model = torch.nn.Sequential(*[torch.nn.Identity() for _ in range(stages)])
-    with pytest.raises(ScheduleError) as refused:
+    with pytest.raises(ScheduleError) as rejected:
         Pipe(model, chunks=chunks, devices=["cpu"] * stages, schedule=table, loss=torch.nn.MSELoss())
-    assert reason in str(refused.value)
-    assert spoil is not lost or "stands" not in str(refused.value), "what is missing is no deadlock"
+    assert reason in str(rejected.value)
+    assert spoil is not lost or "stands" not in str(rejected.value), "a missing action is not a deadlock"

@@ -173,6 +173,7 @@ def test_modes_and_hooks_of_the_caller_see_every_step_alike(executor: str) -> No
     assert not pipe.statistics()["chosen"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)

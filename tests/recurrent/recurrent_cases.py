@@ -1,4 +1,4 @@
-"""Cells and helpers that the tests of recurrent networks share, and the loop that they compare with."""
+"""Cells and helpers for the tests of recurrent networks, and the reference loop."""
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
@@ -20,12 +20,12 @@ by_any = pytest.mark.parametrize("backend", ["eager", "python", pytest.param("c"
 def grid(**axes: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize by a grid. Points are `long`, except one value of the last and shortest axis for each of the others.
 
-    Of two axes every value still occurs, of three every pair. The axis ``backend`` can hold "c".
+    With two axes every value still occurs, with three every pair. The axis ``backend`` can hold "c".
     """
     choices = [
         list(axis.items())
         if isinstance(axis, Mapping)
-        else [(getattr(each, "__name__", str(each)), each) for each in axis]
+        else [(getattr(value, "__name__", str(value)), value) for value in axis]
         for axis in axes.values()
     ]
     rows = []
@@ -82,7 +82,7 @@ def run_by(net: Recurrent) -> set[str]:
 
 
 class Awkward(nn.Module):
-    """Nested values, an integer state, an output that is not a state, singular where x is zero."""
+    """A cell with nested values, an integer state, and an output that is not a state. Singular where x is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def learned(leaf: Tensor) -> Tensor:
 def per_row(
     cell: Any, x: Any, state: Any, valid: Tensor, reset: Tensor | None = None, fresh: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Outputs, last and all states of every row run alone, step by step, without padding."""
+    """Outputs, last states and all states of every row, run alone, step by step, without padding."""
     per = [_one_row(cell, n, x, state, valid, reset, state if fresh is None else fresh) for n in range(valid.shape[1])]
     outputs = map_leaves(lambda *leaves: None if leaves[0] is None else torch.cat(leaves, 1), *[p[0] for p in per])
     last = map_leaves(lambda *leaves: torch.cat(leaves, 0), *[p[1] for p in per])
@@ -145,7 +145,7 @@ def floats(value: Any) -> list[Tensor]:
 
 
 def weighed(value: Any) -> Tensor:
-    """A sum with a different weight for every entry of every tensor."""
+    """A sum in which every entry of every tensor has another weight."""
     return sum((leaf * torch.arange(1.0, leaf.numel() + 1).view(leaf.shape).sin()).sum() for leaf in floats(value))
 
 
@@ -157,7 +157,7 @@ def outcome(net: Recurrent, x: Any, state: Any = None, **call: Any) -> tuple[Any
     """The result, and the gradients of all trainable tensors, with the same random numbers each time."""
     torch.manual_seed(5)
     result = tuple(net(x, state, **call))
-    return result, gradients(result, [*(each for each in floats((x, state)) if each.requires_grad), *net.parameters()])
+    return result, gradients(result, [*(leaf for leaf in floats((x, state)) if leaf.requires_grad), *net.parameters()])
 
 
 def as_the_loop(

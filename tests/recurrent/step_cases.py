@@ -1,4 +1,4 @@
-"""Cells that the tests of the analysis share: PyTorch's own, and some that people write."""
+"""Cells for the tests of plans: PyTorch's own cells, and typical custom ones."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ class Case(NamedTuple):
     parameters: list[nn.Parameter]
 
 
-class Told(nn.Module):
-    """One of PyTorch's cells in the form of torchweft's."""
+class TorchCell(nn.Module):
+    """A cell of PyTorch with the interface of torchweft's cells."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
@@ -71,9 +71,9 @@ def _state(width: int = 4) -> Tensor:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "LSTM": lambda: _case(Told(nn.LSTMCell(5, 4)), (_state(), _state())),
-    "GRU": lambda: _case(Told(nn.GRUCell(5, 4)), _state()),
-    "RNN": lambda: _case(Told(nn.RNNCell(5, 4)), _state()),
+    "LSTM": lambda: _case(TorchCell(nn.LSTMCell(5, 4)), (_state(), _state())),
+    "GRU": lambda: _case(TorchCell(nn.GRUCell(5, 4)), _state()),
+    "RNN": lambda: _case(TorchCell(nn.RNNCell(5, 4)), _state()),
     "normed LSTM": lambda: _case(LayerNormLSTMCell(5, 4), (_state(), _state())),
     "sum first": lambda: _case(SumFirst(5), _state(5)),
     "in place": lambda: _case(Inplace(5), _state(5)),
@@ -85,11 +85,11 @@ every_case = pytest.mark.parametrize(
     "make",
     [pytest.param(make, id=name, marks=[] if name in SAMPLE else [pytest.mark.long]) for name, make in CASES.items()],
 )
-"""Those of `SAMPLE`; the others are `long`."""
+"""Parametrize by all cases. Those outside `SAMPLE` are `long`."""
 
 
 def engine_of(backend: str, case: Case) -> Backend:
-    """The plan of a case, made runnable."""
+    """The backend that runs the plan of a case."""
     captured = capture(
         case.cell, case.x, case.state, case.parameters, composed=decomposition_table() if backend == "c" else None
     )

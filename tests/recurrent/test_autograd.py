@@ -1,4 +1,4 @@
-"""A sequence as one autograd node: gradients, freed memory, writes, and gradients of gradients."""
+"""A sequence as one autograd node: gradients, freed memory, in-place writes, and double backward."""
 
 import warnings
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from torchweft.recurrent.sequence_function import run_derived
 def sequence(case: Case, steps: int = 5) -> tuple[list[Tensor], list[Tensor]]:
     """New inputs and initial states that require gradients."""
     xs = torch.randn(steps, *case.x.shape, dtype=case.x.dtype, requires_grad=True)
-    return [xs], [torch.randn_like(each).requires_grad_() for each in flatten(case.state)[0]]
+    return [xs], [torch.randn_like(leaf).requires_grad_() for leaf in flatten(case.state)[0]]
 
 
 @by_plan
@@ -65,15 +65,15 @@ def test_retained_graph_repeats_bits_and_freed_one_raises(backend: str, memory: 
 def test_backward_frees_all_memory_of_the_call(backend: str, memory: Memory) -> None:
     case = CASES["LSTM"]()
     engine, (xs, states) = engine_of(backend, case), sequence(case)
-    xs, states = [each * 1 for each in xs], [each * 1 for each in states]
+    xs, states = [x * 1 for x in xs], [state * 1 for state in states]
     seen = run_derived(engine, xs, states, memory)
-    watched = [StorageWeakRef(each.untyped_storage()) for each in (*xs, *states, *seen.outputs, *seen.states)]
+    watched = [StorageWeakRef(tensor.untyped_storage()) for tensor in (*xs, *states, *seen.outputs, *seen.states)]
     loss = seen.outputs[0].sum() + seen.last[0].sum()
     del xs, states, seen
     loss.backward(retain_graph=True)
-    assert not any(each.expired() for each in watched[:2]), "a graph that is retained reads its inputs again"
+    assert not any(storage.expired() for storage in watched[:2]), "a retained graph reads its inputs again"
     loss.backward()
-    assert all(each.expired() for each in watched) and loss.requires_grad
+    assert all(storage.expired() for storage in watched) and loss.requires_grad
 
 
 @by_plan
@@ -101,7 +101,7 @@ def test_writes_before_backward_are_reported(backend: str) -> None:
 
 @by_plan
 def test_initial_state_can_be_overwritten_before_backward(backend: str) -> None:
-    """A training loop that keeps its hidden state in one tensor writes the last one into it before backward."""
+    """A training loop that keeps its hidden state in one tensor overwrites it before backward."""
     case = CASES["GRU"]()
     engine, (xs, states) = engine_of(backend, case), sequence(case)
     stream = states[0].detach().clone()
@@ -113,7 +113,7 @@ def test_initial_state_can_be_overwritten_before_backward(backend: str) -> None:
 
 @by_plan
 def test_write_into_an_invariant_state_is_reported(backend: str) -> None:
-    """E.g. an encoded source, which every step reads."""
+    """An example is an encoded source, which every step reads."""
 
     def attending(x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         h = torch.tanh(state[0] + x * state[1])
@@ -168,7 +168,7 @@ def second_gradients(net: Recurrent, x: Tensor, states: bool = True, **call: Any
     loss = sum(leaf.sin().sum() for leaf in floats(tuple(result if states else result[:2])))
     leaves = [x, *net.parameters()]
     first = torch.autograd.grad(loss, leaves, create_graph=True)
-    number = sum((each * each).sum() for each in first)
+    number = sum((gradient * gradient).sum() for gradient in first)
     return [*first, *torch.autograd.grad(number, leaves)]
 
 
@@ -221,10 +221,10 @@ def test_batched_gradients_equal_single_ones(backend: Any, memory: Any, further:
     ends = [result.outputs[2, 0], result.last[1][1]]
     seeds = [torch.randn(3, H, dtype=torch.float64) for _ in ends]
     leaves = [x, *net.parameters()]
-    single = [torch.autograd.grad(ends, leaves, [each[k] for each in seeds], retain_graph=True) for k in range(3)]
+    single = [torch.autograd.grad(ends, leaves, [seed[k] for seed in seeds], retain_graph=True) for k in range(3)]
     batch = torch.autograd.grad(ends, leaves, seeds, is_grads_batched=True, create_graph=further)
     close(list(batch), [torch.stack(column) for column in zip(*single, strict=True)])
-    assert all(each.requires_grad == further for each in batch)
+    assert all(gradient.requires_grad == further for gradient in batch)
     if not further:
         with pytest.raises(BackwardTwiceError):
             torch.autograd.grad(ends, leaves, seeds, is_grads_batched=True)
@@ -243,7 +243,7 @@ def test_double_backward_uses_autocast_of_forward() -> None:
 
 
 def test_double_backward_rejects_changed_conditions() -> None:
-    """A changed flag, a freed sequence, a written state. Without a change, the generator does not advance."""
+    """Changes are a flag, a freed sequence, and a written state. Without one, the generator does not advance."""
     net, x = build(CELLS["dropout"])
     loss = net(x).outputs.sum()
     before = torch.get_rng_state()
@@ -269,7 +269,7 @@ def test_gradients_of_outputs_or_last_state_alone(make: Callable[[], Case], back
     (x,), states = sequence(case)
     state, net = unflatten(flatten(case.state)[1], states), planned(case.cell, backend)
     for part in (0, 1):
-        ends = [each(x, state)[part] for each in (net, eagerly(case.cell))]
+        ends = [network(x, state)[part] for network in (net, eagerly(case.cell))]
         close(*ends, 1e-11)
-        close(*(gradients(each, [x, *states, *case.parameters]) for each in ends), 1e-11)
+        close(*(gradients(end, [x, *states, *case.parameters]) for end in ends), 1e-11)
     assert run_by(net) == {backend}

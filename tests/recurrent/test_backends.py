@@ -47,7 +47,7 @@ def test_auto_replaces_c_with_a_reason() -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 7, 40])
 def test_choice_of_auto_ignores_the_first_length(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step is faster by the eager loop, many by a plan. A race over the steps of the first call would differ."""
+    """The eager loop is faster for one step, a plan for many. Both are timed over 32 steps, not over the first call."""
 
     def seconds(run: Callable[[], Any], parameters: Any, device: Any) -> float:
         steps = float(len(run()[0]))
@@ -63,7 +63,7 @@ def test_choice_of_auto_ignores_the_first_length(first: int, monkeypatch: pytest
 
 @by_plan
 def test_one_plan_serves_all_lengths_of_one_kind(backend: str) -> None:
-    """And explains itself."""
+    """`why` and `explain` describe the plan."""
     net = planned(nn.GRUCell(3, 4), backend, verify="never")
     assert net.explain() == "" and net.why() == []
     for shape in [(3, 2, 3), (9, 2, 3), (1, 2, 3)]:
@@ -100,7 +100,7 @@ def test_plans_see_new_weights_and_copies_get_their_own(backend: str) -> None:
     assert len(net.why()) == 1, "values of tensors are not part of the key"
 
 
-def test_only_ever_new_cells_count_as_unused_plans(
+def test_only_cells_that_are_always_new_cause_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torchweft.recurrent.plan_cache.MAX_UNUSED_PLANS", 2)
@@ -222,7 +222,7 @@ def test_network_trains_after_inference_mode(backend: str) -> None:
 
 
 class Counting(nn.Module):
-    """Its states have three dtypes, and one is invariant."""
+    """A cell with states of three dtypes, one of them invariant."""
 
     def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> Any:
         h, count, seen, fixed = state

@@ -1,4 +1,4 @@
-"""Batches of many sizes share plans: rows are filled up, and all numbers keep their bits."""
+"""Batches of many sizes share plans: missing rows are filled up, and all results keep their bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,12 @@ pytestmark = needs_compiler
 
 D, H = 3, 8
 SIZES = (5, 7, 9, 11, 5)
-"""The first two have plans of their own; 9 and 11 are filled up to 12."""
+"""The first two have their own plans. 9 and 11 are filled up to 12."""
 Cell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Normed(nn.Module):
-    """A norm, a nested state with a counter, and an output that is not a state; singular where x is zero."""
+    """A norm, a nested state with a counter, and an output that is not a state. Singular where x is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +45,7 @@ def outcome(net: Recurrent, x: Tensor, **call: Any) -> Any:
     return ends, gradients(ends, [x, *net.parameters()])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "steps", "options"),
     [
@@ -69,14 +70,15 @@ def test_filled_up_batches_have_the_same_bits(make: Callable[[], nn.Module], ste
     assert run_by(net) == {"c"}
 
 
+@pytest.mark.long
 def test_padding_of_a_filled_up_batch_yields_no_nan() -> None:
-    """Filled-up rows copy a row, where the cell is not singular. Zero times infinity would reach the summed weights."""
+    """Filled-up rows copy a real row. With zeros the cell is singular, and 0 * inf would reach summed gradients."""
     cell = Normed()
     net, seen = planned(cell, "c"), []
     for rows in (5, 7, 10):
         x = torch.randn(6, rows, D)
         seen = outcome(net, x)[1]
-    assert all(each.isfinite().all() for each in seen) and filled_up(net)[-1]
+    assert all(gradient.isfinite().all() for gradient in seen) and filled_up(net)[-1]
 
 
 ALONE: dict[str, Cell] = {
@@ -100,7 +102,7 @@ def test_cells_that_mix_rows_get_a_plan_per_size(cell: Cell) -> None:
 
 
 def test_branch_on_the_number_of_rows_is_detected() -> None:
-    """Each size is checked against the eager loop for just these rows before it is filled up."""
+    """Each size is compared with the eager loop on exactly its rows before it is filled up."""
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         return (h + (2 * x if x.shape[0] == 11 else x)).tanh(), h
@@ -119,16 +121,17 @@ def test_byte_budget_disables_filling_up() -> None:
     assert not any(filled_up(net))
 
 
+@pytest.mark.long
 def test_double_backward_of_filled_up_batches() -> None:
-    """The eager loop computes them, on the filled-up rows."""
+    """The eager loop computes the second gradients, on the filled-up rows."""
     cell = Normed().double()
     net = planned(cell, "c")
     for rows in (5, 7, 10):
         x = torch.randn(4, rows, D).double().requires_grad_()
         results = []
-        for each in (net, Recurrent(cell, backend="eager")):
+        for network in (net, Recurrent(cell, backend="eager")):
             lengths = torch.arange(rows) % 5
-            (first,) = torch.autograd.grad(each(x, lengths=lengths).outputs.sin().sum(), [x], create_graph=True)
+            (first,) = torch.autograd.grad(network(x, lengths=lengths).outputs.sin().sum(), [x], create_graph=True)
             results.append(torch.autograd.grad(first.square().sum(), [x, *floats(tuple(cell.parameters()))]))
         torch.testing.assert_close(*results)
     assert any(filled_up(net))

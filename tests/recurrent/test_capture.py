@@ -17,9 +17,9 @@ def test_captured_graph_is_pure_without_duplicates(make: Callable[[], Case]) -> 
     case = make()
     nodes = capture(case.cell, case.x, case.state).nodes
     assert not any(node.target._schema.is_mutable for node in nodes if hasattr(node.target, "_schema"))
-    said = [f"{node.target} {node.args} {node.kwargs}" for node in nodes]
-    assert len(said) == len(set(said))
-    assert not any("detach" in each or "clone" in each for each in said)
+    calls = [f"{node.target} {node.args} {node.kwargs}" for node in nodes]
+    assert len(calls) == len(set(calls))
+    assert not any("detach" in call or "clone" in call for call in calls)
 
 
 def test_capture_has_no_side_effects() -> None:
@@ -55,7 +55,7 @@ def test_closed_over_tensors_become_references() -> None:
     x = torch.randn(2, 4, dtype=torch.float64)
     captured = capture(cell, x, torch.zeros_like(x), [weight])
     tensors = [getattr(captured.module, str(node.target)) for node in captured.signature.references]
-    assert any(each is weight for each in tensors) and any(each is scale for each in tensors)
+    assert any(tensor is weight for tensor in tensors) and any(tensor is scale for tensor in tensors)
     assert captured.signature.parameter_gradients[0] is not None
 
 
@@ -67,8 +67,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a write into a reference": (lambda x, s: (x + COUNTER.add_(1), s), "outlive the step"),
     "a state of another shape": (lambda x, s: (x, s[:1]), r"\(1, 3\).*\(2, 3\)"),
     "a state of another nesting": (lambda x, s: (x, (s, s)), "match the old one"),
-    "no pair": (lambda x, s: x, "returns \\(output, new state\\)"),
-    "an output that is no tensor": (lambda x, s: ([x, 3], s), "some are int"),
+    "not a pair": (lambda x, s: x, "returns \\(output, new state\\)"),
+    "an output that is not a tensor": (lambda x, s: ([x, 3], s), "some are int"),
 }
 
 

@@ -23,7 +23,7 @@ T, N, D, H = 5, 3, 3, 4
 
 
 class Nested(nn.Module):
-    """Nested values, an integer state, a buffer, an output that is a state, dropout where it is asked for."""
+    """Nested values, an integer state, a buffer, an output that is a state, and optional dropout."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 def results(model: Any, x: Tensor, **call: Any) -> list[Tensor]:
-    """All that comes out, and all gradients."""
+    """All results, and all gradients."""
     x = x.clone().requires_grad_()
     torch.manual_seed(7)
     leaves = [leaf for leaf in flatten(model(x, **call))[0] if leaf is not None]
@@ -71,7 +71,7 @@ def alike(model: Model, compiled: Any, x: Tensor, **call: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the type checks around traced functions, which Dynamo cannot trace. Inside the operator they stay."""
+    """Remove the type checks around traced functions, because Dynamo cannot trace them. The operator keeps its own."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     monkeypatch.setattr(Recurrent, "forward", inspect.unwrap(Recurrent.forward))
@@ -130,15 +130,15 @@ def test_another_length_no_new_graph() -> None:
     for steps in (5, 7, 9):
         with torch._dynamo.config.patch(error_on_recompile=steps > 5):
             x, state = sequence(steps, N, D), sequence(N, H).requires_grad_()
-            found = [
+            gradients = [
                 torch.autograd.grad(run(x, state).outputs.sin().sum(), [state, *net.parameters()])
                 for run in (net, compiled)
             ]
-        close(*found)
+        close(*gradients)
 
 
 class Passing(nn.Module):
-    """Its output is its input, and a state goes on as it is."""
+    """Returns its input as output, and passes a state through."""
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
         return (x, x), (state[0], state[1] + x)
@@ -151,9 +151,10 @@ def test_results_do_not_share_memory(loop: Any) -> None:
     result = torch.compile(net, fullgraph=True, backend="aot_eager")(x, state)
     assert equal(flatten(result)[0], flatten(net(x, state))[0])
     distinct = [result.outputs[0], *result.last, *result.states, x, *state]
-    assert len({each.untyped_storage().data_ptr() for each in distinct}) == len(distinct)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in distinct}) == len(distinct)
 
 
+@pytest.mark.long
 def test_compiled_graph_sees_new_weights_not_those_of_copies() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     other, x = copy.deepcopy(net), sequence()
@@ -168,6 +169,7 @@ def test_compiled_graph_sees_new_weights_not_those_of_copies() -> None:
     assert not torch.equal(again(x).outputs, compiled(x).outputs)
 
 
+@pytest.mark.long
 def test_token_lives_until_backward_only() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
@@ -185,7 +187,7 @@ def test_token_lives_until_backward_only() -> None:
 def test_copied_token_is_rejected() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda each: each):
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
         loss = compiled(sequence()).outputs.sum()
     with pytest.raises(BackwardTwiceError, match="copied"):
         loss.backward()
@@ -202,7 +204,7 @@ def test_jit_trace_records_the_eager_loop() -> None:
 
 
 class Begun(nn.Module):
-    """As the cell in the docs: its first state has as many rows as its input."""
+    """A cell as in the docs. Its initial state has as many rows as its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +221,7 @@ class Begun(nn.Module):
 @symbolic
 @pytest.mark.filterwarnings("ignore:The tensor attribute")  # by torch's own layer
 def test_export_leaves_steps_and_rows_free() -> None:
-    """Both T and N; torch's own layer keeps the T that it was exported with."""
+    """T and N are both dynamic, whereas torch's own layer specializes T."""
     dims = ({0: torch.export.Dim("T"), 1: torch.export.Dim("N")},)
     net = Recurrent(Begun())
     x = torch.randn(5, 4, D)
@@ -272,10 +274,10 @@ def test_layer_itself_is_exported_and_reuses_its_plans(make: Any, graph: bool) -
         plans = len(layer.explain())
         for _ in range(3):
             exported(sequence())
-        assert len(layer.explain()) == plans, "the layer's own plans serve, and none is made for each call"
+        assert len(layer.explain()) == plans, "calls reuse the plans of the layer"
         assert dict(exported.named_parameters()).keys() == dict(layer.named_parameters()).keys()
     if graph:
-        results = [torch.autograd.grad(each(x)[0].sum(), [*each.parameters()]) for each in (layer, exported)]
+        results = [torch.autograd.grad(net(x)[0].sum(), [*net.parameters()]) for net in (layer, exported)]
         close(*results)
 
 

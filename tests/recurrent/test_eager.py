@@ -1,4 +1,4 @@
-"""The exact loop: values and all kinds of gradients equal a plain loop, and faults are clear."""
+"""The eager loop: values and all kinds of gradients equal a plain loop, and faults are reported."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def test_output_that_is_a_state_is_stacked_once() -> None:
     assert result.outputs["h"] is result.states[0]
     assert result.outputs["n"] is result.states[1]["n"]
     assert result.all is result.states
-    # Where rows are masked they differ: an output is zero, a state stays.
+    # In masked rows they differ: outputs are zero, and states keep their values.
     result = eagerly(cell)(x, state, lengths=[3, 1])
     assert result.outputs["h"] is not result.states[0]
 

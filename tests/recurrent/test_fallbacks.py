@@ -18,7 +18,7 @@ from torchweft.recurrent.plan_cache import NoPlanWarning
 ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
 
 
-class Remembering(nn.Module):
+class BufferWriter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.ones(3))
@@ -28,7 +28,7 @@ class Remembering(nn.Module):
         return x + self.seen, state
 
 
-class Looking(Remembering):
+class BufferReader(BufferWriter):
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return x * self.seen[0].item() + state, state
 
@@ -64,9 +64,9 @@ def reading(words: Iterator[str]) -> Callable[..., Any]:
 CANNOT: dict[str, tuple[Any, str]] = {
     "a branch on data": (lambda: lambda x, s: (s + x if x.sum() > 0 else s - x,) * 2, "torch.where"),
     "an item": (lambda: lambda x, s: (s + x * x.sum().item(),) * 2, "value of a tensor"),
-    "a look at a buffer": (Looking, "reads the value of a buffer"),
+    "a look at a buffer": (BufferReader, "reads the value of a buffer"),
     "a draw that depends on values": (lambda: lambda x, s: (s + torch.bernoulli(x.sigmoid()),) * 2, "random numbers"),
-    "a write into a buffer": (Remembering, "carry them as a state"),
+    "a write into a buffer": (BufferWriter, "carry them as a state"),
     "a compiled module": (lambda: torch.compile(Nothing(), backend="eager"), "a compiled or scripted module"),
     "hooks": (Hooked, "the hooks of Identity"),
     "a network": (Nested, "by a plan of its own"),
@@ -91,7 +91,7 @@ def test_cell_without_a_plan_runs_eagerly_with_one_warning(make: Any, words: str
 
 
 class Named(Tensor):
-    """A subclass, as users have them."""
+    """A tensor subclass, as users define them."""
 
 
 def add(x: Any, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def test_output_none_stays_none(backend: str) -> None:
 
 
 def numbers(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes tensors out of numbers in every step."""
+    """Creates tensors from numbers in every step."""
     after = torch.tanh(x + state * torch.tensor([1.0, 2.0, 3.0]))
     y = after.clone()
     y[:, [0, 2]] = 0
@@ -169,7 +169,7 @@ class Unkept(nn.Module):
 
 
 def asking(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Another step where there are gradients."""
+    """Depends on the grad mode."""
     after = torch.tanh(x + state) * (2 if torch.is_grad_enabled() else 1)
     return after, after
 
@@ -183,7 +183,7 @@ def test_cells_that_only_look_unfit_have_a_plan(cell: Any) -> None:
             seen, expected = (n(x, ZERO).outputs for n in (net, loop))
         assert seen.requires_grad == on
         ends = (seen, expected)
-        close(*([torch.autograd.grad(each.square().sum(), x)[0] if on else each, each] for each in ends), 1e-5)
+        close(*([torch.autograd.grad(end.square().sum(), x)[0] if on else end, end] for end in ends), 1e-5)
     assert run_by(net) == {"python"}
 
 

@@ -133,7 +133,7 @@ class Scaler:
 
 
 def test_key_of_a_method_covers_its_object() -> None:
-    """For a method in Python, and for one in C."""
+    """This holds for methods in Python and in C."""
     scaler, table = Scaler(), {"a": 1.0}
     cells = (scaler.cell, Cell(scaled_by_class, look_up=table.get))
     before = [CellGuards(cell).key for cell in cells]
@@ -179,7 +179,7 @@ def test_cyclic_references_are_walked_once() -> None:
 
 
 class Counting(nn.Module):
-    """Changes its own attributes in every step, so a plan cannot stand for it."""
+    """Changes its own attributes in every step, so a plan cannot represent it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_trial_run_of_a_rejected_cell_leaves_no_trace(backend: str) -> None:
 
 
 def test_trial_run_restores_buffers_and_attributes() -> None:
-    """Changed, deleted and new attributes, and changes within lists, dicts and objects."""
+    """This includes changed, deleted and new attributes, and changes within lists, dicts and objects."""
     cell = Reader()
     before = {name: copy.copy(value) for name, value in vars(cell).items()}
     with pytest.raises(ZeroDivisionError), CellGuards(cell).restore_state():
@@ -230,7 +230,7 @@ class Shared:
 
 
 class Activation:
-    """An activation with settings, as an object."""
+    """A callable object with settings."""
 
     slope = 2.0
 
@@ -405,10 +405,10 @@ DRAWS: dict[str, Callable[[], float]] = {
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_draws_by_python_or_numpy_prevent_a_plan(draw: Callable[[], float]) -> None:
-    """The generators do not advance in the trial."""
+    """The trial does not advance the generators."""
 
     def cell(x: Tensor, h: Tensor) -> Pair:
-        return scaled_step(torch.zeros_like(x) if draw() < 1e-3 else x, h, 1.0)  # a trial hardly takes this branch
+        return scaled_step(torch.zeros_like(x) if draw() < 1e-3 else x, h, 1.0)  # a trial rarely takes this branch
 
     def run_seeded(net: Any) -> Any:
         random.seed(1)

@@ -20,7 +20,7 @@ T, N, D, H = 5, 2, 3, 4
 
 
 class Mixed(nn.Module):
-    """A GRU, an output that is no state, an integer state, a buffer; its chunks are two steps long (see `short`)."""
+    """A GRU with an output that is not a state, an integer state and a buffer. Chunks have two steps (see `short`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,22 +42,22 @@ def state() -> Any:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks in a sequence."""
+    """Chunks of two steps, so that sequences have several."""
     torch.manual_seed(0)
     monkeypatch.setattr("torchweft.recurrent.python_backend.chunk_length", lambda *_: 2)
 
 
 def results(net: Recurrent, steps: int = T, all_states: bool = True, **call: Any) -> list[Tensor]:
-    """All that comes out, or all but the states after every step, and all gradients, twice."""
+    """All results, with the states of every step if `all_states`, and all gradients. Checks that backward repeats."""
     torch.manual_seed(steps)
     x, begin = torch.randn(steps, N, D, dtype=torch.float64, requires_grad=True), state()
     result = net(x, begin, **call)
     parts = result if all_states else result[:2]
     leaves = [leaf for part in parts for leaf in flatten(part)[0]]
-    wanted = [x, begin[0], begin[2], *net.parameters()]
+    tensors = [x, begin[0], begin[2], *net.parameters()]
     loss = sum(leaf.sin().sum() for leaf in leaves if leaf.is_floating_point())
-    one = torch.autograd.grad(loss, wanted, retain_graph=True)
-    two = torch.autograd.grad(loss, wanted)
+    one = torch.autograd.grad(loss, tensors, retain_graph=True)
+    two = torch.autograd.grad(loss, tensors)
     assert all(map(torch.equal, one, two))
     return [*(leaf.detach() for leaf in leaves), *one]
 
@@ -76,7 +76,7 @@ def test_compiled_steps_equal_the_eager_loop() -> None:
 
 
 class Recorder:
-    """Stands for `cuda_recorder`, by running the function again. It counts."""
+    """Substitute for `cuda_recorder` that runs the function again. Counts recordings and replays."""
 
     def __init__(self, fails: bool = False) -> None:
         self.recorded, self.replayed, self.fails = 0, 0, fails
@@ -85,15 +85,15 @@ class Recorder:
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.recorded += 1
-        outputs = [each.clone() for each in function()]
+        outputs = [output.clone() for output in function()]
 
         def replay() -> None:
             self.replayed += 1
-            for place, each in zip(outputs, function(), strict=True):
-                place.copy_(each)
+            for output, value in zip(outputs, function(), strict=True):
+                output.copy_(value)
 
-        for each in outputs:
-            each.fill_(7)  # a recording computes nothing before it is replayed
+        for output in outputs:
+            output.fill_(7)  # a recording computes nothing before it is replayed
         return outputs, replay
 
 
@@ -106,6 +106,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, recorder: module.Recorder, **optio
     return net, Recurrent(net.cell, backend="eager")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
 @pytest.mark.parametrize("call", [{}, {"lengths": [3, 2]}], ids=["whole", "lengths"])
 def test_recorded_chunks_equal_the_eager_loop(
@@ -123,7 +124,7 @@ def test_new_weights_need_no_new_recording(monkeypatch: pytest.MonkeyPatch) -> N
     recorder = Recorder()
     net, loop = recorded(monkeypatch, recorder, verify="never")
     results(net, 4)
-    assert recorder.recorded == 2  # forward and back
+    assert recorder.recorded == 2  # forward and backward
     results(net, 8)
     assert recorder.recorded == 2
     cell: Any = net.cell
@@ -136,16 +137,16 @@ def test_new_weights_need_no_new_recording(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def record_nothing(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-    """As a graph that missed the kernels: its buffers keep the first results."""
+    """Like a graph that missed the kernels: its buffers keep the first results."""
     return function(), lambda: None
 
 
 def record_stale(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
     """A replay computes all values again, but from the memory at the time of recording."""
     outputs = [output.clone() for output in function()]
-    buffers = {id(each): each for cell in function.__closure__ or () for each in _tensors(cell.cell_contents)}
-    first = [(each, each.clone()) for each in (*buffers.values(), *outputs)]
-    return outputs, lambda: [each.copy_(old) for each, old in first] and None
+    buffers = {id(buffer): buffer for cell in function.__closure__ or () for buffer in _tensors(cell.cell_contents)}
+    first = [(tensor, tensor.clone()) for tensor in (*buffers.values(), *outputs)]
+    return outputs, lambda: [tensor.copy_(old) for tensor, old in first] and None
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def record_stale(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Ca
     ids=["fails", "empty", "stale"],
 )
 def test_wrong_recordings_launch_step_by_step(monkeypatch: pytest.MonkeyPatch, recorder: Any, words: str) -> None:
-    """The check with other values detects them."""
+    """A check with other values detects wrong recordings."""
     net, loop = recorded(monkeypatch, recorder)
     for steps in (T, T, 4):
         close(results(net, steps), results(loop, steps))
@@ -166,11 +167,11 @@ def test_wrong_recordings_launch_step_by_step(monkeypatch: pytest.MonkeyPatch, r
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in value if isinstance(each, Tensor)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list) else []
 
 
 def test_threads_share_a_recorded_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording has one set of buffers for all of them."""
+    """All threads share the one set of buffers of a recording."""
     net, loop = recorded(monkeypatch, Recorder())
     begin, inputs = state(), [torch.randn(T, N, D, dtype=torch.float64) for _ in range(4)]
     expected = [loop(x, begin).outputs.detach() for x in inputs]
@@ -178,15 +179,15 @@ def test_threads_share_a_recorded_network(monkeypatch: pytest.MonkeyPatch) -> No
 
     def call(number: int) -> None:
         for _ in range(30):
-            found = net(inputs[number], begin).outputs.detach()
-            wrong.extend([number] * (not torch.allclose(found, expected[number])))
+            outputs = net(inputs[number], begin).outputs.detach()
+            wrong.extend([number] * (not torch.allclose(outputs, expected[number])))
 
     run_all([partial(call, number) for number in range(4)])
     assert not wrong
 
 
 def test_networks_are_recorded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch records one graph per process; a second one would fail, or get the kernels of the first."""
+    """PyTorch records one graph per process. A concurrent one would fail, or get the kernels of the first."""
     within, overlaps = [0], list[int]()
     record = Recorder()
 
@@ -199,7 +200,7 @@ def test_networks_are_recorded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 
     nets = [recorded(monkeypatch, slow, verify="never")[0] for _ in range(3)]
     for net in nets:
-        results(net, 4)  # makes the plans, which takes long; what follows is a new length of chunks
+        results(net, 4)  # makes the plans, which is slow. The calls below only record another chunk length.
     run_all([partial(results, net, 1) for net in nets])
     assert set(overlaps) == {1} and len(overlaps) == record.recorded == 3 * 4
 
@@ -214,7 +215,7 @@ def run_all(calls: Sequence[Callable[[], object]]) -> None:
 
 
 class FakeStream:
-    """A stream that notes what it waits for."""
+    """A stream that records the streams it waits for."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device, self.waits = device, list[Any]()
@@ -224,10 +225,10 @@ class FakeStream:
 
 
 def test_each_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made current on that very device, and waits for the caller's stream as that one waits for it, also after an
-    error: a graph that is recorded on a stream of another device is empty."""
+    """The stream is current on its own device, because a graph on the stream of another device would be empty. It and
+    the stream of the caller wait for each other, also after an error."""
     devices = [torch.device("cuda", number) for number in range(2)]
-    here = {device: FakeStream(device) for device in devices}
+    current = {device: FakeStream(device) for device in devices}
     entered: list[FakeStream] = []
 
     @contextmanager
@@ -236,14 +237,14 @@ def test_each_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatc
         yield
 
     monkeypatch.setattr(module, "_streams", {})
-    for name, fake in (("Stream", FakeStream), ("current_stream", here.__getitem__), ("stream", stream)):
+    for name, fake in (("Stream", FakeStream), ("current_stream", current.__getitem__), ("stream", stream)):
         monkeypatch.setattr(torch.cuda, name, fake)
     for device in (*devices, devices[1]):
         with pytest.raises(KeyError), module.recording_stream(device):
             assert entered[-1].device == device
-            assert entered[-1].waits[-1] is here[device] and len(here[device].waits) < len(entered[-1].waits)
+            assert entered[-1].waits[-1] is current[device] and len(current[device].waits) < len(entered[-1].waits)
             raise KeyError
-        assert here[device].waits[-1] is entered[-1]
+        assert current[device].waits[-1] is entered[-1]
     assert entered[1] is entered[2] is not entered[0]
 
 

@@ -18,7 +18,7 @@ Named = dict[str, Any]
 
 
 def drive(inputs: Named, states: Named) -> Named:
-    """Two sequences, states of two dtypes, a state that is no output and an output that is no state."""
+    """Two sequences, states of two dtypes, a state that is not an output and an output that is not a state."""
     hidden = torch.tanh(inputs["x"] + 0.5 * states["h"] + inputs["u"][:, None])
     return {"hidden": hidden, "count": states["n"] + 1, "score": hidden.sum(-1)}
 

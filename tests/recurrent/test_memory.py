@@ -1,4 +1,4 @@
-"""Memory policies: a byte budget selects the fastest one that fits, and the predicted peak is the measured one."""
+"""Memory policies: a byte budget selects the fastest one that fits, and the predicted peak equals the measured one."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -28,7 +28,7 @@ def size(steps: int = 1000, chunk: int = 10) -> SequenceSize:
 
 
 def test_budget_selects_the_fastest_policy_that_fits() -> None:
-    full, states = (size().peak(MemoryPolicy(values=each)) for each in (True, False))
+    full, states = (size().peak(MemoryPolicy(values=values)) for values in (True, False))
     assert choose_policy(full, size()) == MemoryPolicy(values=True)
     assert choose_policy(full - 1, size()) == choose_policy(states, size()) == MemoryPolicy(values=False)
     assert choose_policy(states - 1, size()) == choose_policy("sqrt", size()) != MemoryPolicy(values=False)
@@ -50,17 +50,17 @@ def test_budget_is_kept_or_rejected_with_the_minimum(steps: int, chunk: int, bud
 
 
 def test_sqrt_has_the_lowest_peak() -> None:
-    """Which grows more slowly than the length."""
-    ways = [MemoryPolicy(values=False, segment=each) for each in range(1, 101)]
-    assert choose_policy("sqrt", size()) == min(ways, key=size().peak)
+    """The peak grows more slowly than the length of the sequence."""
+    policies = [MemoryPolicy(values=False, segment=segment) for segment in range(1, 101)]
+    assert choose_policy("sqrt", size()) == min(policies, key=size().peak)
     bare = [SequenceSize(steps, 10, 64, 64, 0, 0, 0, 10_000) for steps in (200, 20_000)]
-    one, other = (each.peak(choose_policy("sqrt", each)) for each in bare)
+    one, other = (sequence.peak(choose_policy("sqrt", sequence)) for sequence in bare)
     assert other < 20 * one
 
 
 def test_policies_have_readable_names() -> None:
-    ways = [MemoryPolicy(values=True), MemoryPolicy(values=False), MemoryPolicy(values=False, segment=3)]
-    assert [str(each) for each in ways] == ["full", "states", "segments of 3 chunks"]
+    policies = [MemoryPolicy(values=True), MemoryPolicy(values=False), MemoryPolicy(values=False, segment=3)]
+    assert [str(policy) for policy in policies] == ["full", "states", "segments of 3 chunks"]
 
 
 @given(st.integers(1, 500), st.integers(1, 50))
@@ -72,17 +72,17 @@ def test_chunk_bounds_are_few_and_of_equal_length(steps: int, chunk: int) -> Non
     assert len(marks) - 1 <= -(-steps // chunk)
 
 
-# -- what is really taken ---------------------------------------------------------------------------------------------
+# -- measured memory --------------------------------------------------------------------------------------------------
 
 
 def peak(run: Callable[[], Any]) -> int:
-    """The most bytes that PyTorch's allocator had given out at a time, beyond what there was before."""
+    """The peak of the bytes of PyTorch's allocator, relative to the start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         held = run()
-    events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
-    for each in sorted(events, key=lambda event: event.start_ns()):
-        now += each.nbytes()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
         most = max(most, now)
     del held
     return most
@@ -97,7 +97,7 @@ CELLS: dict[str, Callable[[], nn.Module]] = {
 
 
 def measured(cell: nn.Module, backend: str, memory: Any, steps: int) -> tuple[int, int]:
-    """Bytes that a call with its backward takes, and the prediction."""
+    """The peak bytes of a call with its backward, and the prediction."""
     net = planned(cell, backend, memory=memory, verify="never")
     x = torch.randn(steps, 8, 24, requires_grad=True)
     predicted = net.forecast(steps, x[:2])
@@ -106,11 +106,11 @@ def measured(cell: nn.Module, backend: str, memory: Any, steps: int) -> tuple[in
     def run() -> list[Tensor]:
         outputs, last, _ = net(x)
         ends = [outputs, *flatten(last)[0]]
-        seeds = [torch.ones((), dtype=each.dtype).expand_as(each) for each in ends]
+        seeds = [torch.ones((), dtype=end.dtype).expand_as(end) for end in ends]
         return [outputs, *torch.autograd.grad(ends, [x, *net.parameters()], seeds)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workspace, "_OWN_PAGES", 1 << 60)  # all by PyTorch's allocator, which is watched
+        patch.setattr(workspace, "_OWN_PAGES", 1 << 60)  # allocate everything by PyTorch, which is profiled
         return peak(run), predicted.get(memory, memory)
 
 
@@ -122,6 +122,7 @@ def test_no_forecast_without_a_plan() -> None:
         net.forecast(0, torch.randn(1, 8, 24))
 
 
+@pytest.mark.long
 @needs_compiler
 @grid(make=CELLS, memory=["full", "states", "sqrt"])
 def test_predicted_peak_equals_the_measured_one(make: Callable[[], nn.Module], memory: Any) -> None:
@@ -129,6 +130,7 @@ def test_predicted_peak_equals_the_measured_one(make: Callable[[], nn.Module], m
     assert abs(taken - predicted) <= TOLERANCE * predicted, f"{taken} bytes were taken, {predicted} were predicted"
 
 
+@pytest.mark.long
 @needs_compiler
 def test_network_keeps_its_budget_and_uses_it() -> None:
     cell = nn.LSTMCell(24, 32)
@@ -140,7 +142,7 @@ def test_network_keeps_its_budget_and_uses_it() -> None:
 
 @needs_compiler
 def test_all_chunks_of_a_sequence_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise each would be allocated elsewhere, and a long sequence would grow the process."""
+    """Otherwise each chunk would have its own memory, and a long sequence would grow the process."""
     places: dict[int, set[int]] = {}
     forward = CppBackend.forward
 

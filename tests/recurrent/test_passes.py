@@ -1,4 +1,4 @@
-"""Passes: no writes, forms that hold for all steps at once, and fewer operators in loops of Python."""
+"""Passes: no in-place writes, forms that hold for all steps at once, and fewer operators in Python loops."""
 
 import warnings
 from collections.abc import Callable
@@ -51,13 +51,13 @@ def _orthogonal(weight: Tensor, buffer: Tensor) -> Tensor:
 @pytest.mark.parametrize("made", [_copied, _filled, _orthogonal])
 def test_writes_into_values_of_weights(made: Callable[[Tensor, Tensor], Tensor]) -> None:
     cell = Weights(made)
-    before = [each.clone() for each in (cell.weight, cell.buffer)]
+    before = [tensor.clone() for tensor in (cell.weight, cell.buffer)]
     as_the_loop(cell, "python", *sequence(), verify="never")
     assert equal(before, [cell.weight, cell.buffer])
 
 
 def sequence() -> list[Tensor]:
-    """Inputs and a state, both above zero, that learn."""
+    """Inputs and a state, both positive, with gradients."""
     torch.manual_seed(0)
     return [(torch.rand(*shape).double() * 0.9 + 0.01).requires_grad_() for shape in ((5, 3, 4), (3, 4))]
 
@@ -92,7 +92,7 @@ def _masked(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("cell", [_strided, _empty, _selected, _masked])
 def test_writes_into_views_of_intermediates(cell: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    x, h = (each.detach() - 0.5 for each in sequence())
+    x, h = (tensor.detach() - 0.5 for tensor in sequence())
     as_the_loop(cell, "python", x.requires_grad_(), h.requires_grad_(), verify="never")
 
 
@@ -136,7 +136,7 @@ FILLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("step", FILLED.values(), ids=FILLED)
-def test_no_vmap_warning_of_pytorch_gets_through(step: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_no_vmap_warning_of_pytorch_is_shown(step: Callable[[Tensor, Tensor], Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         as_the_loop(lambda x, h: (step(x, h),) * 2, "python", *sequence())
@@ -148,7 +148,7 @@ STATE = (torch.zeros(2, 4), torch.zeros(2, 4))
 def names(nodes: list[Any]) -> list[str]:
     """The operators, without views."""
     results = [str(getattr(node.target, "__name__", node.target)) for node in nodes]
-    return [each for each in results if not each.startswith(("split", "getitem"))]
+    return [name for name in results if not name.startswith(("split", "getitem"))]
 
 
 def lstm(composed: Any = None) -> StepGraph:
@@ -196,5 +196,5 @@ def test_sums_are_fused_only_where_exact(step: Step, operator: str, merged: bool
             return (torch.tanh(step(x, h, self.w)),) * 2
 
     loop = partition(capture(Cell(), *(torch.zeros(3, 4).double() for _ in range(2)))).loop
-    assert any(each.startswith(operator) for each in names(loop)) == merged
+    assert any(name.startswith(operator) for name in names(loop)) == merged
     as_the_loop(Cell(), "python", *sequence(), 1e-12)

@@ -1,4 +1,4 @@
-"""The plan of a step: every operator in its part, and the same numbers as the eager loop."""
+"""The plan of a step: every operator is in its part, and results equal the eager loop."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -46,9 +46,8 @@ def test_loops_hold_only_carried_dependences(make: Callable[[], Case]) -> None:
     assert all(STATE in on[node] and not on[node] & {CARRIED, GIVEN} for node in parts.loop)
     assert all(CARRIED in on[node] for node in parts.loop_back)
     assert not any(INPUT in on[node] and STATE not in on[node] for node in parts.loop)
-    ends = {
-        each for each in captured.signature.parameter_gradients + captured.signature.input_gradients if each is not None
-    }
+    gradients = captured.signature.parameter_gradients + captured.signature.input_gradients
+    ends = {gradient for gradient in gradients if gradient is not None}
     carried = set(captured.signature.state_gradients)
     assert not (ends - carried) & {n for n in parts.loop_back if not any(u in parts.loop_back for u in n.users)}
 
@@ -62,7 +61,7 @@ def test_loops_of_classic_cells_have_one_product_each(name: str) -> None:
     assert products(parts.loop_back) == 1
     assert products(parts.before) == 1, "the projection of all inputs is one product before the loop"
     weights = {node for node in captured.signature.parameter_gradients if node is not None}
-    assert weights.isdisjoint(parts.loop_back), "no parameter's gradient is made step by step"
+    assert weights.isdisjoint(parts.loop_back), "parameter gradients are not computed step by step"
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
@@ -81,11 +80,11 @@ def test_weight_gradient_is_one_product_over_all_steps(name: str) -> None:
     rows = steps * len(case.x)
     over_all_steps = [event for event in products if event.input_shapes[0][1] == rows]
     assert sum(event.count for event in over_all_steps) == 2, "one for each weight"
-    assert not [event for event in products if event.input_shapes[0][1] == len(case.x)], "and none step by step"
+    assert not [event for event in products if event.input_shapes[0][1] == len(case.x)], "no product runs step by step"
 
 
 @grid(steps=[1, 2, 5], backend=BACKENDS)
 def test_swapped_states_keep_their_gradients(steps: int, backend: str) -> None:
-    """The gradient carried into a short sequence comes out unchanged, for another state."""
+    """In a short sequence, a carried gradient comes out unchanged for another state."""
     x, *state = (torch.randn(*shape).double().requires_grad_() for shape in ((steps, 2, 4), *[(2, 4)] * 3))
     as_the_loop(lambda x, s: (x * s[0], (s[1], s[2], s[0])), backend, x, tuple(state))

@@ -1,4 +1,4 @@
-"""Under a plan a cell draws the same numbers as in the eager loop."""
+"""A cell draws the same numbers under a plan as in the eager loop."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ class Drawing(nn.Module):
 
 def _strided_buffers(x: Tensor) -> Tensor:
     table = torch.zeros(9, 8, dtype=x.dtype)
-    table[:, :4].normal_()  # many and contiguous numbers are drawn in another way
+    table[:, :4].normal_()  # large contiguous tensors are drawn in another way
     table[:4].t().uniform_()
     return table[3 : 3 + len(x), : x.shape[1]]
 
@@ -63,8 +63,8 @@ def test_same_seed_gives_the_numbers_of_the_eager_loop(draw: Callable[[Tensor], 
     cell = Drawing(draw)
     x, state = torch.randn(5, 2, 3).double().requires_grad_(), torch.zeros(2, 3).double()
     net, results = planned(cell, backend), []
-    for each in (eagerly(cell), net, net):  # the second call has its plan: nothing is drawn to make one
-        results.append((outcome(each, x, state), torch.get_rng_state()))
+    for network in (eagerly(cell), net, net):  # the second call reuses its plan, without draws to make one
+        results.append((outcome(network, x, state), torch.get_rng_state()))
     assert run_by(net) == {backend}
     for seen in results[1:]:
         close(seen[0], results[0][0])
@@ -74,7 +74,7 @@ def test_same_seed_gives_the_numbers_of_the_eager_loop(draw: Callable[[Tensor], 
 @pytest.mark.parametrize("training", [False, True])
 def test_attention_and_rrelu_draw_only_in_training(training: bool) -> None:
     def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        heads = [each.view(2, 1, 3, 4) for each in (x, x * h, h)]
+        heads = [tensor.view(2, 1, 3, 4) for tensor in (x, x * h, h)]
         z = nn.functional.scaled_dot_product_attention(*heads, dropout_p=0.1 * training).view_as(h)
         after = nn.functional.rrelu(z, training=training) - 0.5 * h
         return after, after
@@ -99,11 +99,13 @@ def test_new_dropout_rate_or_mode_makes_a_new_plan(backend: str) -> None:
 
 @grid(rows=[1, 2], backend=BACKENDS)
 def test_draws_follow_the_memory_layout(rows: int, backend: str) -> None:
-    """Numbers come in the order of memory, so a plan for tensors row by row draws others for transposed ones."""
+    """Numbers are drawn in memory order, so a plan for row-major tensors would draw others for transposed ones."""
     weight = torch.randn(4, 4).double()
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        after = (nn.functional.dropout(h, 0.3) @ weight + nn.functional.dropout(x)).tanh()  # lies as the product does
+        after = (
+            nn.functional.dropout(h, 0.3) @ weight + nn.functional.dropout(x)
+        ).tanh()  # has the layout of the product
         return after, after
 
     net, x, h = planned(cell, backend), torch.randn(5, rows, 4).double(), torch.randn(rows, 4).double()
@@ -111,7 +113,7 @@ def test_draws_follow_the_memory_layout(rows: int, backend: str) -> None:
     other_h = torch.randn(4, rows).double().t()
     for given in ((x, h), (other_x, h), (x.transpose(0, 1).contiguous().transpose(0, 1), h.expand_as(h))):
         close(outcome(net, *given), outcome(eagerly(cell), *given))
-    assert run_by(net) == {backend} and len(net.why()) == rows  # one row lies as it lies
+    assert run_by(net) == {backend} and len(net.why()) == rows  # a single row has only one layout
     if rows == 1:
         close(outcome(net, x, other_h), outcome(eagerly(cell), x, other_h))
         return

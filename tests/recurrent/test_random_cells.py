@@ -60,7 +60,7 @@ BINARY: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 
 
 class Mixed(nn.Module):
-    """A chain of operators over what there is; with a state of integers and one of truth values beside two others."""
+    """A chain of operators over all previous values. Its states are two of floats, one of integers, one of booleans."""
 
     def __init__(self, steps: tuple[tuple[int, int, int, int], ...], ends: tuple[int, int, int]) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Mixed(nn.Module):
             else:
                 values.append(nn.functional.linear(one, self.weights[which % 2], self.bias) + other)
         y, h, c = (values[end % len(values)] for end in self.ends)
-        seen = seen ^ ((h + 1.1 * x).sum(1) > 0)  # no sum that is zero but for rounding
+        seen = seen ^ ((h + 1.1 * x).sum(1) > 0)  # avoids sums that are zero up to rounding
         count = torch.where(seen, count + 1, count - 2)
         return {"y": y, "sum": y + h, "count": count}, (0.7 * h, c * 0.5, count, seen)
 
@@ -110,9 +110,9 @@ class All(nn.Module):
     def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Any, Any]:
         h, c, *rest = state
         given = (0.3 * h + x, c - 0.2 * x)[: self.arguments]
-        each = [operator(*given) for operator in self.table]
-        total = torch.stack(each).sum(0)
-        return torch.cat(each, 1), (0.5 * torch.tanh(total + h), torch.sin(c + h), *rest)
+        results = [operator(*given) for operator in self.table]
+        total = torch.stack(results).sum(0)
+        return torch.cat(results, 1), (0.5 * torch.tanh(total + h), torch.sin(c + h), *rest)
 
 
 @pytest.mark.long
@@ -123,7 +123,7 @@ def test_every_operator_equals_the_eager_loop(backend: str) -> None:
 
 
 def check(cell: nn.Module, backend: str, lengths: Any) -> None:
-    """Compare a sequence, forward and back, with the eager loop."""
+    """Compare a sequence, forward and backward, with the eager loop."""
     draw = torch.Generator().manual_seed(1)
     leaves = [torch.randn(*shape, generator=draw).double() for shape in ((STEPS, ROWS, WIDTH), *[(ROWS, WIDTH)] * 2)]
     x, h, c = (leaf.requires_grad_() for leaf in leaves)

@@ -104,7 +104,7 @@ def test_torch_cells_equal_torch_networks(kind: str, steps: int, rows: int, batc
     torch.manual_seed(steps)
     network, cell = KINDS[kind]
     whole = network(3, 4, batch_first=batch_first).double()
-    net = eagerly(copied(cell(3, 4), whole), batch_first=batch_first)  # its first state has the weights' dtype
+    net = eagerly(copied(cell(3, 4), whole), batch_first=batch_first)  # the initial state has the dtype of the weights
     x = torch.randn(*((rows, steps) if batch_first else (steps, rows)), 3).double().requires_grad_()
     expected, last = whole(x)
     last = (last[0][0], last[1][0]) if kind == "LSTM" else last[0]
@@ -225,7 +225,7 @@ def test_shared_state_gets_the_sum_of_gradients(rows: int, hidden: int, axis: bo
     if own:
         seen = eagerly(net.cell, initial=one)(x, **more)
     elif not axis and hidden == rows:
-        return  # H numbers for N = H rows: a state given with the call is then taken to have rows
+        return  # ambiguous: with N = H rows, the call reads H numbers as one per row
     else:
         seen = net(x, one, **more)
     assert all(equal(a, b) for a, b in zip(seen, expected, strict=True))
@@ -291,7 +291,7 @@ def test_state_must_be_nested_like_the_initial_state() -> None:
 
 @by_any
 def test_steps_with_reset_equal_the_sequence(backend: str) -> None:
-    """Rows that start anew, one step at a time, have the numbers and gradients of `reset=` over the whole."""
+    """Single steps with `reset=` have the results and gradients of a sequence with `reset=`."""
     torch.manual_seed(0)
     x, reset = torch.randn(6, 4, 3).double().requires_grad_(), torch.rand(6, 4) < 0.4
     cell = nn.LSTMCell(3, 5).double()
@@ -304,11 +304,11 @@ def test_steps_with_reset_equal_the_sequence(backend: str) -> None:
     whole = net(x, reset=reset)
     ends = ((torch.stack(ys), state), (whole.outputs, whole.last))
     close(*ends)
-    close(*(gradients(each, [x, *net.parameters()]) for each in ends))
+    close(*(gradients(end, [x, *net.parameters()]) for end in ends))
 
 
 def test_reset_of_a_step_drops_nan() -> None:
-    """What a row had before does not count, be it NaN; without an initial state there is nothing to begin from."""
+    """The old state of a reset row is ignored, even if it is NaN. A reset needs an initial state."""
     net = Recurrent(nn.GRUCell(3, 2))
     x, reset = torch.randn(4, 3), torch.tensor([True, False, True, False])
     y, _ = net.step(x, torch.full((4, 2), torch.nan), reset=reset)
@@ -320,7 +320,7 @@ def test_reset_of_a_step_drops_nan() -> None:
 
 
 class Joining(nn.Module):
-    """Takes rows: a step without a batch axis does not fit."""
+    """Requires a batch axis."""
 
     def initial_state(self, x: Tensor) -> Tensor:
         return x.new_zeros(x.shape[0], 2)
@@ -330,7 +330,7 @@ class Joining(nn.Module):
 
 
 def test_unusual_input_forms_get_a_hint() -> None:
-    """Both are forms that some cells take, so the error comes where the cell fails."""
+    """Some cells accept these forms, so the hint is given only when the cell fails."""
     x = torch.randn(5, 4, 3)
     for cell in (Joining(), nn.GRUCell(3, 2)):
         with pytest.raises(SpecError, match=r"a list of 5, wanted one tensor of T x N.*torch.stack\(steps\)"):

@@ -1,4 +1,4 @@
-"""Lengths, masks, resets, truncation and the step number: each row runs as if alone, on every backend."""
+"""Lengths, masks, resets, truncation and step numbers: each row runs as if alone, on every backend."""
 
 from functools import cache
 from typing import Any
@@ -43,7 +43,7 @@ tables = st.lists(st.booleans(), min_size=STEPS * ROWS, max_size=STEPS * ROWS).m
 
 
 class Timed(Awkward):
-    """Reads the number of the step."""
+    """Reads the step number."""
 
     def forward(self, x: Any, state: Any, t: int) -> Any:
         y, (h, more) = super().forward(x, state)
@@ -95,7 +95,7 @@ def test_truncation_step_number_and_resets_equal_the_loop(
     fresh = map_leaves(lambda leaf: leaf.detach().clone() + 1, state)
     net.truncate, net.initial = every, lambda first: fresh
     loop = eagerly(net.cell, time_step=True, truncate=every, initial=net.initial)
-    close(*(outcome(each, x, state, reset=reset, start=start) for each in (net, loop)), 1e-10)
+    close(*(outcome(network, x, state, reset=reset, start=start) for network in (net, loop)), 1e-10)
     assert run_by(net) == {backend}
 
 
@@ -125,7 +125,7 @@ def test_cell_that_mixes_rows_sees_the_same_padding_values(backend: str) -> None
 
 @by_plan
 def test_step_number_that_a_plan_would_round_runs_eagerly(backend: str) -> None:
-    """Also where the first steps do not show it."""
+    """This holds even if the first steps do not show the rounding."""
 
     def cell(x: Tensor, h: Tensor, t: int) -> tuple[Tensor, Tensor]:
         return x + h * (1e-4 * t), h

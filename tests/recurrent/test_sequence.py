@@ -1,4 +1,4 @@
-"""Input sequences: time and batch axes, T = 0, packed sequences, and the faults that can be seen on them."""
+"""Input sequences: time and batch axes, T = 0, packed sequences, and their faults."""
 
 from typing import Any
 
@@ -128,7 +128,7 @@ def test_packed_sequence_equals_torch(lengths: list[int], presorted: bool, given
     else:
         assert torch.equal(seen.outputs.sorted_indices, expected.sorted_indices)
         assert torch.equal(seen.outputs.unsorted_indices, expected.unsorted_indices)
-    close(seen.states[0][-1], h[0])  # past its length a row keeps its state
+    close(seen.states[0][-1], h[0])  # a row keeps its state after its length
 
 
 def test_packed_outputs_by_leaf() -> None:

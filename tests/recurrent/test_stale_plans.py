@@ -19,7 +19,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Switched(nn.Module):
-    """Reads one of two layers by a third name."""
+    """Uses one of two layers by a third name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,18 +75,19 @@ def test_settings_can_be_changed_later_and_are_validated() -> None:
         setattr(net, name, before)
 
 
+@pytest.mark.long
 @by_plan
 def test_plan_is_dropped_with_its_cell(backend: str) -> None:
     net, (x, s) = Recurrent(Frozen(), backend=backend, verify="never"), sequence()
     for _ in range(3):
         net.cell = cell = Switched()
         net(x, s).outputs.sum().backward()
-        watched = [weakref.ref(each) for each in (*cell.parameters(), x)]
+        watched = [weakref.ref(tensor) for tensor in (*cell.parameters(), x)]
         del cell
-    assert [each() is None for each in watched] == [False] * 5
+    assert [reference() is None for reference in watched] == [False] * 5
     net.cell = Frozen()
     gc.collect()
-    assert [each() is None for each in watched] == [True] * 4 + [False]
+    assert [reference() is None for reference in watched] == [True] * 4 + [False]
     net(x, s)
     assert len(net.why()) == 1 and run_by(net) == {backend}
 
@@ -114,20 +115,20 @@ def test_functional_call_has_double_backward(leaf: bool) -> None:
     torch.manual_seed(2)
     cell = nn.GRUCell(3, 3).double()
     net, loop = Recurrent(cell, backend="python"), Recurrent(cell, backend="eager")
-    for each in (loop, net):
-        given = {name: value.detach().clone().requires_grad_() for name, value in each.named_parameters()}
+    for network in (loop, net):
+        given = {name: value.detach().clone().requires_grad_() for name, value in network.named_parameters()}
         used = given if leaf else {name: value * 2 for name, value in given.items()}
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            loss = torch.func.functional_call(each, used, (x,)).outputs.square().sum()
-        before = [*each.parameters()]
+            loss = torch.func.functional_call(network, used, (x,)).outputs.square().sum()
+        before = [*network.parameters()]
         first = torch.autograd.grad(loss, list(given.values()), create_graph=True)
         second = torch.autograd.grad(sum(g.square().sum() for g in first), list(given.values()))
-        assert all(one is other for one, other in zip(before, each.parameters(), strict=True))
+        assert all(one is other for one, other in zip(before, network.parameters(), strict=True))
         results.append([*first, *second])
     close(*results)
     assert run_by(net) == ({"python"} if leaf else {"eager"})
-    assert ["computed from others" in str(each.message) for each in warned] == ([] if leaf else [True])
+    assert ["computed from others" in str(warning.message) for warning in warned] == ([] if leaf else [True])
 
 
 def test_plan_inside_activation_checkpointing() -> None:

@@ -33,7 +33,7 @@ def test_correct_plan_passes_without_gradients_left(make: Callable[[], Case], ba
     [("loop", "output 0 differs"), ("loop_back", "gradient of initial state"), ("after_back", "gradient of parameter")],
 )
 def test_incorrect_plan_is_rejected_with_all_values(part: str, words: str) -> None:
-    """One operator of the plan is replaced, as an error of the analysis would do."""
+    """One operator of the plan is replaced, as by an error of the analysis."""
     case = CASES["RNN"]()
     captured = capture(case.cell, case.x, case.state, case.parameters)
     swap: dict[str, tuple[Any, Any]] = {
@@ -56,7 +56,7 @@ def test_fault_of_single_steps_is_detected(
         h, c = state
         return x + h, (c, h)
 
-    def one_after_another(places: Any, values: Any) -> None:  # so that one place is written to before it was read
+    def one_after_another(places: Any, values: Any) -> None:  # overwrites a place before it is read
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
 
@@ -72,12 +72,12 @@ class Shifted(PythonBackend):
 
     def run_forward(self, *given: Any) -> Any:
         outputs, states, kept = super().run_forward(*given)
-        return outputs, [each * (1 + 5e-4) for each in states], kept
+        return outputs, [state * (1 + 5e-4) for state in states], kept
 
 
 @pytest.fixture
 def precision() -> Iterator[Any]:
-    """PyTorch's settings, to be changed."""
+    """PyTorch's settings of precision, which are restored after the test."""
     before = ProcessFlags.capture()
     yield torch.backends
     before.establish()
@@ -85,7 +85,7 @@ def precision() -> Iterator[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_correct_plan_passes_with_tf32(precision: Any, dtype: torch.dtype) -> None:
-    """Kernels for one step and for all of them round differently. Without TF32, and in float64, that is a fault."""
+    """With TF32, kernels for one step and for all steps round differently. In full precision, that is a fault."""
 
     def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return x, x @ weight + state
@@ -101,19 +101,19 @@ def test_correct_plan_passes_with_tf32(precision: Any, dtype: torch.dtype) -> No
 
 
 def test_only_convolutions_use_tf32_by_default(precision: Any) -> None:
-    """On CUDA. So a step without one is compared as strictly as without TF32."""
+    """This is the default on CUDA. A step without a convolution is compared as strictly as without TF32."""
 
     def convolved(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return x, nn.functional.conv1d(state, weight)
 
     weight, x = torch.randn(3, 3, 1), torch.randn(2, 3, 4)
     steps = [capture(cell, x, x, [weight]) for cell in (convolved, lambda x, state: (x, state @ x.mT @ x))]
-    assert [rounded_factors(each, "cuda") for each in steps] == [2e-3, 0]
+    assert [rounded_factors(step, "cuda") for step in steps] == [2e-3, 0]
     precision.cudnn.conv.fp32_precision = "ieee"
-    assert [rounded_factors(each, "cuda") for each in steps] == [0, 0]
+    assert [rounded_factors(step, "cuda") for step in steps] == [0, 0]
     precision.cuda.matmul.fp32_precision = "tf32"
-    assert [rounded_factors(each, "cuda") for each in steps] == [2e-3, 2e-3]
-    assert [rounded_factors(each, "cpu") for each in steps] == [0, 0]
+    assert [rounded_factors(step, "cuda") for step in steps] == [2e-3, 2e-3]
+    assert [rounded_factors(step, "cpu") for step in steps] == [0, 0]
 
 
 @by_plan

@@ -19,7 +19,7 @@ def test_returned_buffer_is_reused_for_similar_sizes() -> None:
     one, other = pool.acquire(100_000), pool.acquire(150_000)
     pool.give(other)
     pool.give(one)
-    assert pool.acquire(99_000) is one, "the smallest that is large enough"
+    assert pool.acquire(99_000) is one, "the smallest buffer that is large enough"
     assert pool.acquire(90_000) is other
     pool.give(other)
     assert pool.acquire(30_000) is not other
@@ -32,12 +32,12 @@ def test_buffers_have_one_owner_and_idle_bytes_count(steps: list[tuple[int, int]
     pool = WorkspacePool()
     out: list[torch.Tensor] = []
     idle: dict[int, int] = {}
-    for what, size in steps:
-        if what < 3 or not out:
+    for choice, size in steps:
+        if choice < 3 or not out:
             buffer = pool.acquire(size)
             assert buffer.numel() >= size
             assert buffer.numel() <= 2 * max(1.125 * size + 64, 128)
-            assert all(buffer is not each for each in out)
+            assert all(buffer is not other for other in out)
             idle.pop(id(buffer), None)
             out.append(buffer)
         else:
@@ -55,13 +55,13 @@ def test_pool_keeps_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(workspace, "_ASK_AGAIN", -1.0)
     pool = WorkspacePool()
     buffers = [pool.acquire(400_000) for _ in range(4)]
-    for each in buffers:
-        pool.give(each)
+    for buffer in buffers:
+        pool.give(buffer)
     assert pool.statistics()["limit_bytes"] == 1_000_000
     assert 400_000 < pool.statistics()["held_bytes"] <= 1_000_000, "two of the four"
     free = 800_000
     pool.give(torch.empty(1024, dtype=torch.uint8))
-    assert pool.statistics()["held_bytes"] == 1024, "under pressure what was idle goes first"
+    assert pool.statistics()["held_bytes"] == 1024, "under pressure idle buffers are freed first"
 
 
 def test_out_of_memory_frees_the_pool_and_retries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,18 +92,18 @@ def test_repeated_calls_do_not_leak(backend: str, memory: str) -> None:
         with torch.no_grad():
             net(x)
 
-    def standing() -> tuple[int, int, int]:
+    def count_resources() -> tuple[int, int, int]:
         gc.collect()
-        tensors = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
         return tensors, len(os.listdir("/proc/self/fd")), pool.statistics()["held_bytes"]
 
     for _ in range(3):
         call()
-    before, made = standing(), pool.statistics()["made"]
+    before, made = count_resources(), pool.statistics()["made"]
     for _ in range(5):
         call()
-    after = standing()
+    after = count_resources()
     assert after[:2] == before[:2]
     assert after[2] <= before[2] + 1
     if backend == "c" and memory != "full":
-        assert pool.statistics()["made"] == made, "every workspace is one that was there"
+        assert pool.statistics()["made"] == made, "every workspace is reused"

@@ -1,4 +1,4 @@
-"""Contrast of two colours as WCAG 2 defines it, also as readers without one kind of cones see them."""
+"""Contrast of two colours by WCAG 2, also for readers with a colour vision deficiency."""
 
 from collections.abc import Sequence
 
@@ -38,5 +38,5 @@ def contrast(one: str, other: str, vision: str = "trichromacy") -> float:
 
 
 def least_contrast(one: str, other: str) -> float:
-    """The contrast for the kind of vision that distinguishes the colours worst."""
+    """The smallest contrast over all kinds of vision."""
     return min(contrast(one, other, vision) for vision in VISION)

@@ -1,4 +1,4 @@
-"""Pictures as the tests read them: the wide and the narrow form, and the colours of the style."""
+"""Parsers for the pictures of a report: the wide and the narrow form, and the colours of the style."""
 
 import re
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""Neighbours of a picture have a contrast of 3:1, or a different texture, in both modes and without colour vision."""
+"""Adjacent parts of a picture have a contrast of 3:1 or different textures, in both modes and for all vision."""
 
 import re
 from itertools import combinations
@@ -13,7 +13,7 @@ from torchweft.report.timeline import KINDS
 
 MODES = ("light", "dark")
 GROUNDS = {"F": "f", "B": "b", "R": "card", "I": "i", "W": "card"}
-"""The colour of most of a bar. Kinds with a texture also have lines."""
+"""The background of each kind of bar. Kinds with a texture also have lines."""
 LINES = {"R": "r", "I": "i-line", "W": "w"}
 
 
@@ -36,7 +36,7 @@ def test_style_has_the_grounds_and_lines_of_this_table() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_bar_stands_out_from_idle_time(mode: str) -> None:
-    """The card shows where a stage idles, and in the gap between two bars of one kind."""
+    """The colour of the card fills idle time and the gap between two bars of one kind."""
     colours = report_palettes()[mode]
     for kind, edge in {"F": "f", "B": "b", "R": "r", "I": "i", "W": "w"}.items():
         assert least_contrast(colours[edge], colours["card"]) >= 3, (kind, mode)
@@ -49,7 +49,7 @@ def test_bars_of_two_kinds_differ_in_lightness_or_texture(mode: str) -> None:
         assert least_contrast(colours[line], colours[GROUNDS[kind]]) >= 3, f"the texture of {kind} is not visible"
     for one, other in combinations(GROUNDS, 2):
         differs = least_contrast(colours[GROUNDS[one]], colours[GROUNDS[other]]) >= 3
-        textured = one in LINES or other in LINES  # every texture is another one, and plain is none
+        textured = one in LINES or other in LINES  # all textures differ, also from a plain bar
         assert differs or textured, (one, other, mode)
     for one, other in ("FB", "FR", "BR", "FI", "FW", "IW"):
         assert least_contrast(colours[GROUNDS[one]], colours[GROUNDS[other]]) >= 3, (one, other, mode)

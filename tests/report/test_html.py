@@ -123,7 +123,7 @@ def test_numbers_are_short() -> None:
 
 
 def measured(html: str, width: int, folder: Path, expression: str) -> str:
-    """The value of a JavaScript expression about a page `phone` in a frame of this width."""
+    """The title that JavaScript sets after it has inspected the page, as `phone`, in a frame of this width."""
     frame = tag("iframe", id="phone", srcdoc=html, style=f"width: {width}px; border: 0")
     script = f"onload = () => {{ const phone = document.getElementById('phone').contentDocument; {expression} }}"
     file = folder / "phone.html"
@@ -134,6 +134,7 @@ def measured(html: str, width: int, folder: Path, expression: str) -> str:
     return dump.partition("<title>")[2].partition("</title>")[0]
 
 
+@pytest.mark.long
 @needs_chromium
 def test_page_fits_the_screen_of_a_phone(html: str, tmp_path: Path) -> None:
     """Wide tables scroll by themselves. The page as a whole is not wider than the screen."""
@@ -143,10 +144,11 @@ def test_page_fits_the_screen_of_a_phone(html: str, tmp_path: Path) -> None:
         assert measured(source, 360, tmp_path, overflow) == "0"
 
 
+@pytest.mark.long
 @needs_chromium
 @pytest.mark.parametrize("width", [390, 820])
 def test_text_of_pictures_is_legible_at_every_width(html: str, tmp_path: Path, width: int) -> None:
-    """No text of a visible picture is smaller than 11 pixels, and no picture is cut."""
+    """No text of a visible picture is smaller than 11 pixels, and no picture is cut off."""
     expression = """
     const shown = [...phone.querySelectorAll("figure svg")].filter((svg) => svg.getClientRects().length);
     const sizes = shown.flatMap((svg) => [...svg.querySelectorAll("text")].map(

@@ -1,4 +1,4 @@
-"""What a notebook shows of a recording, a schedule and the plan of a cell."""
+"""Notebook display of a recording, a schedule, and the plan of a cell."""
 
 import html
 from xml.etree import ElementTree
@@ -13,10 +13,11 @@ from torchweft.pipeline.schedule import one_f_one_b
 def test_recording_is_shown_as_a_timeline_and_its_memory() -> None:
     recorder, without = Recorder(memory=True), Recorder()
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), chunks=2, balance=[1, 1], devices=["cpu"] * 2)
-    for each in (recorder, without):
-        with pipe.observed_by(each):
+    for observer in (recorder, without):
+        with pipe.observed_by(observer):
             pipe(torch.randn(4, 3)).sum().backward()
-    shown, bare = (ElementTree.fromstring(each._repr_html_()).get("srcdoc") or "" for each in (recorder, without))
+    pages = [ElementTree.fromstring(observer._repr_html_()).get("srcdoc") or "" for observer in (recorder, without)]
+    shown, bare = pages
     assert shown.startswith("<!DOCTYPE html>") and "stage 1" in shown and "forward, stage 0, micro-batch 1" in shown
     assert "alive for backward" in shown and "alive for backward" not in bare
     assert "<svg" in Recorder()._repr_html_().replace("&lt;", "<")
@@ -36,6 +37,6 @@ def test_plan_is_text_that_a_notebook_folds() -> None:
     plan = net.explain()
     assert isinstance(plan, str) and "loop (step by step)" in plan
     shown = ElementTree.fromstring(plan._repr_html_())
-    headings = [each.text or "" for each in shown.iter("summary")]
-    assert any(each.startswith("loop (step by step)") for each in headings)
+    headings = [summary.text or "" for summary in shown.iter("summary")]
+    assert any(heading.startswith("loop (step by step)") for heading in headings)
     assert all(html.unescape(line.strip()) in "".join(shown.itertext()) for line in plan.splitlines())

@@ -1,4 +1,4 @@
-"""Scales, ticks and units; line charts, memory curves and loss curves."""
+"""Scales, ticks and units, and charts of lines, memory and loss."""
 
 import math
 from itertools import pairwise
@@ -63,7 +63,7 @@ def test_scale_meets_both_ends_and_keeps_the_order(low: float, factor: float) ->
     scale = Scale(low, low * factor, 10.0, 110.0)
     assert scale(scale.low) == pytest.approx(10) and scale(scale.high) == pytest.approx(110)
     assert 10 < scale(low * (1 + factor) / 2) < 110
-    assert Scale(low, low, 10.0, 20.0)(low) == 10, "without extent it stays at its start"
+    assert Scale(low, low, 10.0, 20.0)(low) == 10, "an empty range maps to the start"
 
 
 def test_times_and_bytes_have_a_suitable_unit() -> None:
@@ -81,15 +81,15 @@ def test_any_points_stay_inside_both_forms(lines: dict[str, list[tuple[float, fl
         assert all(-1 <= x <= width + 1 and -1 <= y <= height + 1 for x, y in points)
 
 
-def test_description_tells_how_every_line_goes() -> None:
+def test_description_summarizes_every_line() -> None:
     lines = {"loss": [(0.0, 3.0), (1.0, 4.0), (2.0, 0.125)], "nothing": []}
     text = described(line_chart(lines, title="Training", x=X, y=Y))
     assert text == "Training: bits over steps; nothing is empty; loss from 3 to 0.125, at most 4"
     assert described(memory_curve({})) == "Live activation bytes over time: no lines"
 
 
-def test_charts_with_one_end_have_one_time_axis() -> None:
-    """A curve that ends early and one that ends late put the same time at the same place."""
+def test_charts_with_the_same_end_share_a_time_axis() -> None:
+    """Curves that end at different times draw equal times at equal places."""
     early, late = memory_curve({"a": [(0.0, 1), (0.5, 2)]}, until=2.0), memory_curve({"a": [(0.0, 1), (2.0, 2)]})
     ticks_of = [
         [(e.text, e.get("x")) for e in wide(chart).iter("text") if e.get("class") == "tick"] for chart in (early, late)

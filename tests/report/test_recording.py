@@ -1,4 +1,4 @@
-"""A recording saves itself in one line, and a script is recorded without a change to it."""
+"""A recording is saved by one call, and a script is recorded without changes to it."""
 
 import json
 import sys
@@ -53,7 +53,7 @@ def test_recorder_saves_a_report_or_a_trace(tmp_path: Path) -> None:
     assert "peak memory" not in recorded().save(tmp_path / "bare.html").read_text("utf-8")
 
 
-def test_recorder_does_not_save_another_format_or_nothing(tmp_path: Path) -> None:
+def test_recorder_rejects_other_formats_and_empty_recordings(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"step\.txt has the suffix '\.txt'.*\.html.*\.json"):
         recorded().save(tmp_path / "step.txt")
     with pytest.raises(UsageError, match=r"nothing was recorded, so .*step\.html.*observed_by"):

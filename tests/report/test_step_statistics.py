@@ -1,4 +1,4 @@
-"""Figures of a step: idle time of workers, work of stages."""
+"""Statistics of a step: idle time of workers and work of stages."""
 
 import pytest
 from hypothesis import given
@@ -40,7 +40,7 @@ def test_idle_time_of_a_forecast_is_its_bubble(schedule: object, stages: int, mi
     assert step_statistics(events).idle == pytest.approx(expected.bubble)
 
 
-def test_words_name_the_slowest_stage() -> None:
+def test_text_names_the_slowest_stage() -> None:
     two = step_statistics([ran(0, 0.0, 1.0, "a"), ran(1, 1.0, 3.0, "b")])
     assert str(two) == "2 stages, 1 micro-batch, 2 workers: 50% idle; stage 1 is the slowest"
     assert str(step_statistics([ran(0, 0.0, 1.0, "a")])) == "1 stage, 1 micro-batch, 1 worker: 0% idle"

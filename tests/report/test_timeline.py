@@ -22,7 +22,6 @@ NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
 
 @st.composite
 def events(draw: st.DrawFn) -> ActionEvent:
-    """Any event."""
     action = Action(draw(st.integers(0, 5)), draw(st.sampled_from("FBIW")), draw(st.integers(0, 120)))
     start, duration = draw(TIMES), draw(TIMES)
     kind = draw(st.sampled_from([action.kind, "R"]))
@@ -31,7 +30,7 @@ def events(draw: st.DrawFn) -> ActionEvent:
 
 @st.composite
 def forecasts(draw: st.DrawFn) -> Forecast:
-    """A forecast of any small schedule."""
+    """The forecast of any small schedule."""
     schedule = draw(any_schedules(3, 3))
     numbers = draw(st.lists(TIMES, min_size=3, max_size=3))
     return forecast(schedule, [StageCost(*numbers)] * schedule.stages)
@@ -98,7 +97,7 @@ def test_each_stage_has_a_lane_with_time_to_the_right() -> None:
 
 
 def test_narrow_form_has_a_column_per_stage_with_time_down() -> None:
-    """On a phone a bar is as long as in a picture of twice the width, so labels of 8 micro-batches fit."""
+    """The bars of the narrow form are long enough for the labels of 8 micro-batches."""
     expected = forecast(one_f_one_b(4, 8), [StageCost(1.0, 2.0)] * 4)
     ran = [ActionEvent(s.action.kind, s.action, "t", s.start, s.end) for s in expected.spans]
     for outlined in (None, expected):
@@ -115,14 +114,14 @@ def test_bars_that_touch_in_time_have_a_gap() -> None:
         assert all(0.9 < start - end < 3 for (_, end), (start, _) in pairwise(edges))
 
 
-def test_timelines_with_one_end_have_one_time_axis() -> None:
+def test_timelines_with_the_same_end_share_a_time_axis() -> None:
     ran = [ActionEvent("F", Action(0, "F", 0), "t", 5.0, 6.0)]
     for short, long in zip(forms(timeline(ran, until=4.0)), forms(timeline(ran)), strict=True):
         length = "width" if short.get("class") == "wide-form" else "height"
         assert at(rectangles(short, "bar")[0], length) < at(rectangles(long, "bar")[0], length) / 3
 
 
-def test_description_tells_what_is_seen() -> None:
+def test_description_summarizes_the_step() -> None:
     expected = forecast(one_f_one_b(2, 2), [StageCost(1.0, 2.0), StageCost(2.0, 3.0)])
     ran = [ActionEvent(s.action.kind, s.action, f"t{s.action.stage}", s.start, s.end) for s in expected.spans]
     text = described(timeline(ran, expected, title="A step, 1f1b"))
@@ -131,7 +130,7 @@ def test_description_tells_what_is_seen() -> None:
     assert described(timeline([])) == "Timeline of a step: no actions"
 
 
-def test_table_behind_a_timeline_lists_its_actions() -> None:
+def test_table_of_a_timeline_lists_its_actions() -> None:
     ran = [ActionEvent("B", Action(1, "B", 3), "<t>", 6.0, 6.5), ActionEvent("F", Action(0, "F", 2), "u", 5.0, 6.0)]
     rows = [["".join(cell.itertext()) for cell in row] for row in ElementTree.fromstring(action_table(ran)).iter("tr")]
     assert rows[1:] == [
@@ -153,7 +152,7 @@ def test_routes_have_arrows_and_words_in_both_forms() -> None:
 
 
 def assert_in_lanes(bars: list[ElementTree.Element], stages: int, across: str, along: str, length: str) -> None:
-    """The bars of a lane come one after the other."""
+    """Assert that bars of the same lane do not overlap."""
     lanes = {at(bar, across) for bar in bars}
     assert len(lanes) == stages
     for lane in lanes:

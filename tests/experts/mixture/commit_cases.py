@@ -1,4 +1,4 @@
-"""Real experts, each at a server of its own that can be started again, behind ways that lose what a test wants."""
+"""Real experts, each on its own restartable server, behind transports that lose chosen calls."""
 
 import copy
 from collections.abc import Callable
@@ -26,14 +26,14 @@ PATIENCE = 20.0
 SWIFT = Retry(first=0.001)
 sgd = partial(torch.optim.SGD, lr=0.1)
 Fate = str | BaseException
-"""What becomes of a call: "request" or "reply" is lost, "silence" (no answer ever comes), or this error."""
+"""Outcome of a call: "request" or "reply" is lost, "silence" (never answered), or this error as the answer."""
 Reply = Callable[[Call], None]
 
 
 class Experts:
-    """A grid of 4, copies of which are ``here``. ``fates`` are by (kind, uid), each for one call. A context manager.
+    """Context manager for a grid of four experts. ``here`` has local copies of their modules.
 
-    ``options`` are those of the backends.
+    ``fates`` maps (kind, uid) to the outcomes of the next calls. ``options`` are passed to the backends.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -53,7 +53,7 @@ class Experts:
         for uid in UIDS:
             self._serve(uid, copy.deepcopy(self.module_here(uid)))
         self.leases = {uid: self.directory.declare(uid, uid, FOREVER) for uid in UIDS}
-        self.connections = self._stack.enter_context(Connections(self.directory, open_transport=self._way))
+        self.connections = self._stack.enter_context(Connections(self.directory, open_transport=self._transport_to))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -63,7 +63,7 @@ class Experts:
         return self.here.get_submodule(uid.replace(".", "_"))
 
     def restart(self, *uids: str) -> None:
-        """As from a checkpoint: with its weights, but without open mini-batches."""
+        """Restart servers as from a checkpoint: with their weights, but without open mini-batches."""
         for uid in uids:
             self.servers[uid].shutdown()
             self._serve(uid, self.backends[uid].module)
@@ -78,7 +78,7 @@ class Experts:
         self.fates.setdefault((kind, uid), []).extend(fates)
 
     def mixture(self, switch: bool = False, **options: Any) -> RemoteMixtureOfExperts:
-        """One that chooses two experts for each sample, and puts up with one that fails."""
+        """Mixture of two experts per sample that tolerates one failure."""
         plain: dict[str, Any] = {"in_features": WIDTH, "grid_size": [COUNT], "uid_prefix": "ffn", "k_best": 2}
         plain |= {"connections": self.connections, "accumulate": True, "retry": SWIFT, "dtype": torch.float64}
         plain |= {"forward_timeout": PATIENCE, "backward_timeout": PATIENCE}
@@ -95,7 +95,7 @@ class Experts:
         self.backends[uid] = ExpertBackend(uid, module, sgd, args_schema=(X,), **self._options)
         self.servers[uid] = self._stack.enter_context(Server([self.backends[uid]]))
 
-    def _way(self, address: str) -> LocalTransport:
+    def _transport_to(self, address: str) -> LocalTransport:
         return LocalTransport(partial(self._handle, address), name=address)
 
     def _handle(self, address: str, call: Received, reply: Reply) -> None:
@@ -109,8 +109,8 @@ class Experts:
             reply(_error(header, fate if isinstance(fate, BaseException) else LostError("the request was dropped")))
             return
 
-        def answer(found: Call) -> None:
-            reply(_error(header, LostError("the reply was dropped")) if fate == "reply" else found)
+        def answer(result: Call) -> None:
+            reply(_error(header, LostError("the reply was dropped")) if fate == "reply" else result)
 
         self.servers[address].handler()(call, answer)
 
@@ -120,7 +120,7 @@ def _error(header: Header, error: BaseException) -> Call:
 
 
 class LocalMixture(nn.Module):
-    """The same mixture, in plain autograd; it has the same router, and the experts that are here."""
+    """The same mixture in plain autograd, with a copy of the router and the local experts."""
 
     def __init__(self, experts: Experts, mixture: RemoteMixtureOfExperts) -> None:
         super().__init__()
@@ -131,21 +131,21 @@ class LocalMixture(nn.Module):
         scores = self.proj(x)
         best, chosen = scores.topk(2, dim=1)
         weights = scores.softmax(1).gather(1, chosen) if self._switch else best.softmax(1)
-        outputs = torch.stack([each(x) for each in self.experts.values()], 1)
+        outputs = torch.stack([expert(x) for expert in self.experts.values()], 1)
         return (weights[..., None] * outputs.gather(1, chosen[..., None].expand(-1, -1, WIDTH))).sum(1)
 
 
 def assert_same_weights(experts: Experts) -> None:
-    """The experts over there are those that were trained here."""
+    """Assert that remote and local experts have the same weights."""
     for uid, backend in experts.backends.items():
         pairs = zip(backend.module.parameters(), experts.module_here(uid).parameters(), strict=True)
-        for there, here in pairs:
-            torch.testing.assert_close(there, here, rtol=0, atol=1e-10, msg=lambda text, uid=uid: f"{uid}: {text}")
+        for remote, local in pairs:
+            torch.testing.assert_close(remote, local, rtol=0, atol=1e-10, msg=lambda text, uid=uid: f"{uid}: {text}")
 
 
 def step_here(experts: Experts, model: nn.Module, *batches: Tensor) -> None:
-    """One step of the experts that are here, on these batches together."""
-    optimizers = [sgd(each.parameters()) for each in experts.here.children()]
+    """Take one step of the local experts on all these batches together."""
+    optimizers = [sgd(module.parameters()) for module in experts.here.children()]
     for batch in batches:
         model(batch).square().sum().backward()
     for optimizer in optimizers:
@@ -159,7 +159,7 @@ def run(mixture: RemoteMixtureOfExperts, x: Tensor) -> None:
 
 
 def only(mixture: RemoteMixtureOfExperts, *numbers: int) -> RemoteMixtureOfExperts:
-    """Lets the router choose these experts, whatever it reads."""
+    """Make the router choose these experts for every input."""
     with torch.no_grad():
         mixture.proj.weight.zero_()
         mixture.proj.bias.copy_(torch.tensor([float(n in numbers) for n in range(len(UIDS))]))
@@ -167,7 +167,7 @@ def only(mixture: RemoteMixtureOfExperts, *numbers: int) -> RemoteMixtureOfExper
 
 
 def assert_commit_steps(experts: Experts, mixture: RemoteMixtureOfExperts, model: nn.Module, *batches: Tensor) -> None:
-    """All commit, and are then as those that are here after a step on these batches together."""
+    """Assert that all experts commit, with the same weights as after a local step on these batches together."""
     assert mixture.commit() == ALL
     step_here(experts, model, *batches)
     assert_same_weights(experts)

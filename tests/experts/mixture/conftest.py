@@ -1,4 +1,4 @@
-"""Experts for a test, over servers or made up."""
+"""Fixtures: experts on real servers, or in-process stand-ins."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from tests.experts.mixture.mixture_cases import GRID, World
 
 @pytest.fixture
 def experts() -> Iterator[Experts]:
-    with Experts() as found:
-        yield found
+    with Experts() as started:
+        yield started
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World(GRID) as found:
-        yield found
+    with World(GRID) as started:
+        yield started

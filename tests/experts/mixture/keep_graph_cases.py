@@ -1,4 +1,4 @@
-"""The same work with kept graphs and without: what it found, who was called with which keys, whose graph was used."""
+"""Helpers that compare the same work with and without kept graphs, and inspect the calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,16 +14,17 @@ from torchweft.experts.wire import Header, Kind
 
 BUDGET = GraphBudget(1 << 20, 600.0)
 Work = Callable[[Experts, RemoteMixtureOfExperts], list[Tensor]]
-"""Something to do with a mixture, and what it found."""
+"""Function that uses a mixture and returns tensors to compare."""
 
 
 def graphs(experts: Experts) -> tuple[int, int]:
-    found = [server.statistics().experts[uid] for uid, server in experts.servers.items()]
-    return sum(each.kept_graphs for each in found), sum(each.used_graphs for each in found)
+    """Return the numbers of kept and of used graphs."""
+    counts = [server.statistics().experts[uid] for uid, server in experts.servers.items()]
+    return sum(expert.kept_graphs for expert in counts), sum(expert.used_graphs for expert in counts)
 
 
 def headers(experts: Experts, kind: Kind) -> list[Header]:
-    return sorted((each for each in experts.headers if each.kind is kind), key=lambda each: each.uid)
+    return sorted((header for header in experts.headers if header.kind is kind), key=lambda header: header.uid)
 
 
 def keys(experts: Experts, kind: Kind) -> list[str]:
@@ -31,26 +32,26 @@ def keys(experts: Experts, kind: Kind) -> list[str]:
 
 
 def turn(mixture: RemoteMixtureOfExperts, seed: int) -> list[Tensor]:
-    """Forward and backward: the output, and the gradients of the input and of the router."""
+    """Run forward and backward. Returns the output and the gradients of the input and the router."""
     x = numbers(16, WIDTH, seed=seed).requires_grad_()
     mixture.zero_grad()
     y = mixture(x)
     y = y[0] if isinstance(y, tuple) else y
     y.square().sum().backward()
-    found = [x.grad, *(parameter.grad for parameter in mixture.parameters())]
-    return [y.detach(), *(each.clone() for each in found if each is not None)]
+    gradients = [x.grad, *(parameter.grad for parameter in mixture.parameters())]
+    return [y.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
 def compared(work: Work, options: dict[str, Any], **backend: Any) -> tuple[Experts, int]:
-    """Do it without kept graphs and with, at servers that keep them: what it finds, and the weights, are the same to
-    the bit. The experts of the latter, whose servers have ended, and how many graphs were used.
+    """Run ``work`` without and with kept graphs, and assert that results and weights are bitwise equal.
+    Returns the experts of the second run, whose servers have stopped, and the number of used graphs.
     """
     results: list[list[Tensor]] = []
     seen: list[tuple[Experts, int]] = []
     for keep in (False, True):
         with Experts(keep_graphs=BUDGET, **backend) as experts:
             results.append(work(experts, experts.mixture(keep_graph=keep, **options)))
-            results[-1] += [p.detach() for each in experts.backends.values() for p in each.module.parameters()]
+            results[-1] += [p.detach() for expert in experts.backends.values() for p in expert.module.parameters()]
             seen.append((experts, graphs(experts)[1]))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Experts within this process that answer, fail, hang or answer nonsense as a test wants it."""
+"""In-process experts that answer, fail, hang or return invalid results on demand."""
 
 import copy
 import threading
@@ -21,7 +21,7 @@ GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
 FOREVER = 1000.0
 Answer = list[Tensor]
 Fault = Callable[[Header, Answer], Answer | None]
-"""Makes another answer of a good one, or raises, or gives None: then no answer ever comes."""
+"""Replaces a valid answer, raises, or returns None so that no answer is ever sent."""
 Reply = Callable[[Call], None]
 Mixture = TypeVar("Mixture")
 
@@ -49,10 +49,9 @@ def only(kind: Kind, fault: Fault) -> Fault:
 
 
 class Servers:
-    """Serves modules. ``faults`` are by expert, and so are ``late``: seconds until it answers. ``trained`` is what they
-    say of themselves.
+    """Serves modules. ``faults`` and ``late`` (seconds until the answer) are keyed by expert.
 
-    The gradients of a module add up in its parameters, as if its optimizer never stepped.
+    ``trained`` is the flag in every description. Gradients accumulate in the parameters, because no optimizer steps.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], sample: tuple[Any, Any], most: int = 4096) -> None:
@@ -81,29 +80,29 @@ class Servers:
 
     def _answer(self, call: Received, reply: Reply) -> None:
         header = call.header
-        fault = self.faults.get(header.uid, lambda _, answer: answer)
+        fault = self.faults.get(header.uid, lambda _, unchanged: unchanged)
         try:
             copies = [tensor.clone() for tensor in call.tensors()]
-            found = fault(header, [] if header.kind is Kind.INFO else self._work(header, copies))
+            answer = fault(header, [] if header.kind is Kind.INFO else self._work(header, copies))
         except Exception as error:
             reply(Call(Header(kind=Kind.ERROR, call_id=header.call_id, data=write_fault(error))))
             return
-        if found is None:
+        if answer is None:
             return
         if header.kind is Kind.INFO:
             reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=self._info(header.uid))))
         else:
-            self.rows += [len(each) for each in found[:1]]
+            self.rows += [len(output) for output in answer[:1]]
             receipt = StepReceipt(None, 1).to_bytes()
-            reply(Call(Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, data=receipt), found))
+            reply(Call(Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, data=receipt), answer))
 
     def _info(self, uid: str) -> bytes:
         args, kwargs = self._sample
         with torch.no_grad():
             outputs = self.modules[uid](*args, **kwargs)
-        about = {"name": uid, "max_batch_size": self._most, "trained": self.trained, "steps": 0}
+        description = {"name": uid, "max_batch_size": self._most, "trained": self.trained, "steps": 0}
         schemas = {"outputs_schema": _specs(outputs), "forward_schema": _specs(self._sample)}
-        return describe({**about, **schemas}, None, 1)
+        return describe({**description, **schemas}, None, 1)
 
     def _work(self, header: Header, tensors: Sequence[Tensor]) -> Answer:
         if header.kind is Kind.COMMIT:
@@ -128,7 +127,7 @@ def two_layers(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 class World:
-    """A directory and servers with the same experts, copies of which are ``here``. A context manager."""
+    """Context manager for a directory and `Servers` of the same experts. ``here`` has local copies of the modules."""
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ class World:
 
 
 def routed(kind: Callable[..., Mixture], world: World, **more: Any) -> Mixture:
-    """A mixture over the places of `GRID`, whose router has always the same weights. It sends no call again."""
+    """Mixture over the places of `GRID`, with fixed router weights and without retries."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return kind(**world.options(grid_size=[2, 2], retry=NEVER, **more))

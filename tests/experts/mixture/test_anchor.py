@@ -1,4 +1,4 @@
-"""The anchor of a mixture: what freezes the experts, is no part of what is saved, and is in nobody's way."""
+"""The anchor of a mixture freezes the experts, is not saved, and changes no result."""
 
 import copy
 from collections.abc import Callable
@@ -23,25 +23,25 @@ def make_mixture(kind: Make, world: World, **more: Any) -> RemoteMixtureOfExpert
 
 
 def sum_of_squares(mixture: nn.Module, x: Tensor) -> Tensor:
-    found = mixture(x)
-    return sum(each.square().sum() for each in (found if isinstance(found, tuple) else [found]))
+    outputs = mixture(x)
+    return sum(output.square().sum() for output in (outputs if isinstance(outputs, tuple) else [outputs]))
 
 
 @kinds
-def test_who_is_frozen_does_not_learn_and_who_is_not_does(kind: Make) -> None:
+def test_only_unfrozen_parts_get_gradients(kind: Make) -> None:
     for experts in (False, True):
         for router in (False, True):
             with World(GRID) as world:
                 mixture = make_mixture(kind, world)
-                wanted = sum_of_squares(mixture, numbers(8, WIDTH))
+                expected = sum_of_squares(mixture, numbers(8, WIDTH))
                 mixture.requires_grad_(False)
                 mixture.anchor.requires_grad_(experts)
                 mixture.proj.requires_grad_(router)
                 seen = sum_of_squares(mixture, numbers(8, WIDTH))
-                assert torch.equal(seen, wanted) and seen.requires_grad == (experts or router)
+                assert torch.equal(seen, expected) and seen.requires_grad == (experts or router)
                 (seen + torch.zeros((), requires_grad=True)).backward()
                 assert bool(world.servers.called(Kind.BACKWARD)) == experts
-                assert [each.grad is not None for each in mixture.proj.parameters()] == [router] * 2
+                assert [weight.grad is not None for weight in mixture.proj.parameters()] == [router] * 2
                 assert mixture.anchor.grad is None if not experts else mixture.anchor.grad.tolist() == [0.0]
 
 
@@ -64,13 +64,13 @@ def test_frozen_untrained_experts_return_gradients(world: World, kind: Make) -> 
     world.servers.trained = False
     mixture = make_mixture(kind, world)
     x = numbers(8, WIDTH).requires_grad_()
-    wanted = torch.autograd.grad(sum_of_squares(mixture, x), x)[0]
+    expected = torch.autograd.grad(sum_of_squares(mixture, x), x)[0]
     mixture.requires_grad_(False)
-    assert torch.equal(torch.autograd.grad(sum_of_squares(mixture, x), x)[0], wanted)
+    assert torch.equal(torch.autograd.grad(sum_of_squares(mixture, x), x)[0], expected)
 
 
 @kinds
-def test_what_is_saved_and_loaded_is_the_router_alone(world: World, kind: Make) -> None:
+def test_state_dict_holds_the_router_alone(world: World, kind: Make) -> None:
     mixture, other = make_mixture(kind, world), make_mixture(kind, world)
     with torch.no_grad():
         other.proj.weight.zero_()
@@ -88,9 +88,9 @@ def test_what_is_saved_and_loaded_is_the_router_alone(world: World, kind: Make) 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_copies_and_conversions_keep_what_is_frozen(world: World, kind: Make, frozen: bool) -> None:
     mixture = make_mixture(kind, world).requires_grad_(not frozen)
-    for each in (copy.deepcopy(mixture), copy.deepcopy(mixture).to(torch.float32), mixture.half().double()):
-        assert {p.requires_grad for p in each.parameters()} == {not frozen}
-        assert {p.dtype for p in each.parameters()} == {each.proj.weight.dtype}
-        sum_of_squares(each, numbers(8, WIDTH))
+    for other in (copy.deepcopy(mixture), copy.deepcopy(mixture).to(torch.float32), mixture.half().double()):
+        assert {p.requires_grad for p in other.parameters()} == {not frozen}
+        assert {p.dtype for p in other.parameters()} == {other.proj.weight.dtype}
+        sum_of_squares(other, numbers(8, WIDTH))
     assert make_mixture(kind, world, device="meta").anchor.is_meta
     assert copy.deepcopy(mixture).anchor is not mixture.anchor

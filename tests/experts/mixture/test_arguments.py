@@ -1,4 +1,4 @@
-"""What makes no sense is told where a mixture is made, by name, and all of it at once; what does makes one."""
+"""Constructing a mixture reports all invalid arguments at once, by name, and accepts the valid ones."""
 
 from collections.abc import Callable
 from functools import partial
@@ -54,7 +54,7 @@ wrong = {
 }
 of_switch = {"jitter_eps": [None, "a", 1.0, True, math.nan], "capacity_factor": ["1", True, 0.0, math.inf, math.nan]}
 
-def told(kind, given):
+def faults(kind, given):
     try:
         kind(**{**good, **given})
     except UsageError as error:
@@ -62,14 +62,14 @@ def told(kind, given):
     return []
 
 for kind, cases in ((RemoteMixtureOfExperts, wrong), (RemoteSwitchMixtureOfExperts, {**wrong, **of_switch})):
-    assert told(kind, {}) == [] == told(kind, {"retry": None, "compression": None, "grid_size": torch.Size([2, 2])})
+    assert faults(kind, {}) == [] == faults(kind, {"retry": None, "compression": None, "grid_size": torch.Size([2, 2])})
     for name, values in cases.items():
         for value in values:
-            lines = told(kind, {name: value})
+            lines = faults(kind, {name: value})
             assert lines and all(line.startswith(f"  - {name}") for line in lines), (name, value, lines)
-    everything = "\\n".join(told(kind, {name: values[0] for name, values in cases.items()}))
+    everything = "\\n".join(faults(kind, {name: values[0] for name, values in cases.items()}))
     assert all(f"- {name} is " in everything for name in cases), everything
-    assert told(kind, {"k_best": 9, "k_min": 9})[0].startswith("  - k_min is 9")
+    assert faults(kind, {"k_best": 9, "k_min": 9})[0].startswith("  - k_min is 9")
 connections.close()
 directory.close()
 """
@@ -86,23 +86,23 @@ def checked_options(**given: Any) -> Callable[..., object]:
 
 
 def test_wrong_argument_types_are_refused_at_once() -> None:
-    # In a process of its own: the run-time type checks of this suite would refuse them before.
+    # In a separate process, because the run-time type checks of this suite would reject the values first.
     seen = python(CONSTRUCTED)
     assert seen.returncode == 0, seen.stderr
 
 
 @given(st.sampled_from(["k_best", "k_min", "backward_k_min"]), NO_COUNT)
-def test_what_is_no_count_is_a_fault_of_its_own_name_alone(name: str, value: Any) -> None:
+def test_invalid_count_is_one_fault_under_its_own_name(name: str, value: Any) -> None:
     faults = faults_of(checked_options(**{name: value}))
     assert len(faults) == 1 and faults[0].startswith(f"{name} is {value!r}, wanted an int")
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.integers(1, 9))
-def test_counts_are_taken_if_so_many_can_answer(k_best: int, k_min: int, backward_k_min: int, places: int) -> None:
+def test_counts_are_valid_if_enough_can_answer(k_best: int, k_min: int, backward_k_min: int, places: int) -> None:
     faults = faults_of(checked_options(k_best=k_best, k_min=k_min, backward_k_min=backward_k_min), places)
-    wanted = [k_min > min(k_best, places), backward_k_min > k_best]
-    assert [any(fault.startswith(name) for fault in faults) for name in ("k_min", "backward_k_min")] == wanted
-    assert len(faults) == sum(wanted)
+    expected = [k_min > min(k_best, places), backward_k_min > k_best]
+    assert [any(fault.startswith(name) for fault in faults) for name in ("k_min", "backward_k_min")] == expected
+    assert len(faults) == sum(expected)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.sampled_from([list, tuple]))

@@ -1,4 +1,4 @@
-"""Rows are laid down at their pairs, whatever they are made of, and zeros stand where nothing came."""
+"""`CombineBuffer` writes rows of any dtype at their pairs, and leaves zeros for missing answers."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def counted(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
 
 
-def test_rows_lie_at_their_pairs(subtests: pytest.Subtests) -> None:
+def test_rows_are_written_at_their_pairs(subtests: pytest.Subtests) -> None:
     for dtype in DTYPES:
         for inner in [(), (1,), (3,), (2, 0), (2, 3)]:
             with subtests.test(dtype=dtype, inner=inner):
@@ -23,11 +23,11 @@ def test_rows_lie_at_their_pairs(subtests: pytest.Subtests) -> None:
                 first, second = counted((2, *inner), dtype), counted((3, *inner), dtype)
                 buffer.write(torch.tensor([5, 0]), [first, first.bool()])
                 buffer.write(torch.tensor([1, 4, 2]), [second, second.bool()])
-                wanted = torch.zeros(6, *inner, dtype=dtype)
-                wanted[torch.tensor([5, 0])], wanted[torch.tensor([1, 4, 2])] = first, second
+                expected = torch.zeros(6, *inner, dtype=dtype)
+                expected[torch.tensor([5, 0])], expected[torch.tensor([1, 4, 2])] = first, second
                 seen = buffer.rows()
                 assert seen is not None
-                assert torch.equal(seen[0], wanted.view(3, 2, *inner)) and torch.equal(seen[1], seen[0].bool())
+                assert torch.equal(seen[0], expected.view(3, 2, *inner)) and torch.equal(seen[1], seen[0].bool())
                 assert buffer.alive.tolist() == [True, True, True, False, True, True]
 
 
@@ -35,7 +35,7 @@ def test_dropped_and_infinite_rows_are_zero() -> None:
     buffer = CombineBuffer(2, 1, finite=True)
     good = buffer.write(torch.tensor([0, 1]), [torch.tensor([[1.0], [float("nan")]])])
     assert good is not None and good.tolist() == [True, False]
-    buffer.write(torch.tensor([1]), [torch.tensor([[float("inf")]])])  # nothing is left of it
+    buffer.write(torch.tensor([1]), [torch.tensor([[float("inf")]])])  # no finite row remains
     assert buffer.rows()[0].flatten().tolist() == [1.0, 0.0]
     buffer, strided = CombineBuffer(2, 2, finite=False), counted((4, 4), torch.float32).t()[:, :2]
     buffer.write(torch.tensor([1, 0, 2, 3]), [strided])
@@ -44,7 +44,7 @@ def test_dropped_and_infinite_rows_are_zero() -> None:
     assert not buffer.rows()[0][1].any() and buffer.alive.tolist() == [True, True, False, False]
 
 
-def test_an_answer_of_another_shape_is_not_laid_down_at_all() -> None:
+def test_answer_of_another_shape_is_not_written_at_all() -> None:
     buffer = CombineBuffer(2, 1, finite=False)
     buffer.write(torch.tensor([0]), [torch.ones(1, 2), torch.ones(1, 3)])
     with pytest.raises(SpecError, match="tensor 1 has shape"):

@@ -1,4 +1,4 @@
-"""A mixture's mini-batch is one step of each expert that it touched, whatever is cut, lost or started again."""
+"""A mixture's mini-batch is one step of each called expert, also after splits, lost calls and restarts."""
 
 import copy
 import threading
@@ -60,7 +60,7 @@ def test_commit_calls_only_experts_with_gradients(experts: Experts) -> None:
     assert experts.called(Kind.COMMIT) == ["ffn.1", "ffn.3"] and experts.steps() == {"ffn.1": 1, "ffn.3": 1}
 
 
-def test_all_are_asked_to_commit_at_once(experts: Experts) -> None:
+def test_commits_are_sent_concurrently(experts: Experts) -> None:
     mixture = experts.mixture()
     run(mixture, numbers(16, WIDTH))
     held: list[Any] = []
@@ -68,9 +68,9 @@ def test_all_are_asked_to_commit_at_once(experts: Experts) -> None:
 
     def hold(address: str, call: Any, reply: Any) -> None:
         held.append((address, call, reply))
-        if len(held) == len(UIDS):  # until then nobody is answered
-            for each in held:
-                handle(*each)
+        if len(held) == len(UIDS):  # answer only after all commits have arrived
+            for call_and_reply in held:
+                handle(*call_and_reply)
 
     for uid in UIDS:
         transport: Any = experts.connections.transport_to(uid)
@@ -79,7 +79,7 @@ def test_all_are_asked_to_commit_at_once(experts: Experts) -> None:
 
 
 @pytest.mark.parametrize("lost", ["request", "reply"])
-def test_a_lost_message_is_neither_a_second_step_nor_none(experts: Experts, lost: str) -> None:
+def test_lost_message_still_gives_exactly_one_step(experts: Experts, lost: str) -> None:
     mixture = experts.mixture()
     twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
     experts.lose(Kind.BACKWARD, "ffn.1", lost, "", lost)
@@ -129,7 +129,7 @@ def test_a_group_commits_mixtures_and_single_experts(experts: Experts) -> None:
     mixture = only(experts.mixture(), 0, 1)
     model = nn.Sequential(single, mixture)
     run(mixture, numbers(4, WIDTH))
-    assert commit(model) == {"ffn.0": True, "ffn.1": True}  # although the single one had nothing
+    assert commit(model) == {"ffn.0": True, "ffn.1": True}  # `single` itself has no gradients
     model(numbers(4, WIDTH)).sum().backward()
     assert commit(model) == {"ffn.0": True, "ffn.1": True} and experts.steps() == {"ffn.0": 3, "ffn.1": 2}
     model(numbers(4, WIDTH)).sum().backward()
@@ -147,7 +147,7 @@ def test_the_client_is_named_in_all_calls() -> None:
             (seen,) = {header.client for header in experts.headers}
             assert seen == client if client else len(seen) > 8
             assert {header.kind for header in experts.headers} == {Kind.INFO, Kind.FORWARD, Kind.BACKWARD, Kind.COMMIT}
-    assert not [each for each in threading.enumerate() if "mixture" in each.name]
+    assert not [thread for thread in threading.enumerate() if "mixture" in thread.name]
 
 
 def test_interrupted_commit_names_discard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_expert_called_in_parts_steps_once() -> None:
         assert_same_weights(experts)
 
 
-def test_a_commit_of_parts_that_fails_is_told() -> None:
+def test_failed_commit_of_parts_raises() -> None:
     with Experts(max_batch_size=3) as experts:
         mixture = experts.mixture(accumulate=False)
         experts.lose(Kind.COMMIT, UIDS[1], StepError("the optimizer raised"))

@@ -1,4 +1,4 @@
-"""A mixture inside of a compiled model is called as it is: the compiled graph ends before it, and begins after it."""
+"""A mixture inside a compiled model runs eagerly: the compiled graph breaks before and after it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,28 +17,28 @@ pytestmark = pytest.mark.filterwarnings(
 KINDS = [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts]
 
 
-class Around(nn.Module):
+class AroundMixture(nn.Module):
     def __init__(self, mixture: nn.Module) -> None:
         super().__init__()
         self.before = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.mixture = mixture
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.mixture(self.before(x).tanh())
-        tensors: list[Tensor] = [found] if isinstance(found, Tensor) else list(found)
-        return torch.stack([each.square().sum() for each in tensors]).sum()
+        outputs = self.mixture(self.before(x).tanh())
+        tensors: list[Tensor] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
 
 
-def left(model: nn.Module, x: Tensor) -> list[Tensor]:
+def take_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     leaves = [x, *model.parameters()]
-    found = [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
-    for each in leaves:
-        each.grad = None
-    return found
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return gradients
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Any:
+def reset_compiler() -> Any:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -50,17 +50,17 @@ def forgotten() -> Any:
 def test_values_and_gradients_are_those_of_the_plain_model(kind: Callable[..., nn.Module], backend: str) -> None:
     with World(GRID) as world:
         torch.manual_seed(0)
-        model = Around(kind(**world.options(grid_size=[2, 2], retry=NEVER, k_best=2))).eval()
+        model = AroundMixture(kind(**world.options(grid_size=[2, 2], retry=NEVER, k_best=2))).eval()
         compiled = torch.compile(model, backend=backend)
         for rows in (4, 5, 7):
             x = numbers(rows, WIDTH, seed=rows).requires_grad_()
-            found: list[list[Tensor]] = []
-            for each in (model, compiled):
-                value = each(x)
+            results: list[list[Tensor]] = []
+            for function in (model, compiled):
+                value = function(x)
                 value.backward()
-                found.append([value.detach(), *left(model, x)])
-            for seen, wanted in zip(*found, strict=True):
-                torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
+                results.append([value.detach(), *take_gradients(model, x)])
+            for plain, traced in zip(*results, strict=True):
+                torch.testing.assert_close(plain, traced, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,10 +72,10 @@ def test_compiler_sees_no_calls_and_does_not_recompile(kind: Callable[..., nn.Mo
         return graph.forward
 
     with World(GRID) as world:
-        model = Around(kind(**world.options(grid_size=[2, 2], retry=NEVER)))
+        model = AroundMixture(kind(**world.options(grid_size=[2, 2], retry=NEVER)))
         compiled = torch.compile(model, backend=backend, dynamic=True)
         for rows in (4, 5, 6, 7, 8, 9):
             compiled(numbers(rows, WIDTH)).backward()
         nodes = [str(node.target) for graph in graphs for node in graph.graph.nodes]
         assert not [name for name in nodes if "topk" in name or "softmax" in name]
-        assert 1 <= len(graphs) <= 3, "before and behind, each once"
+        assert 1 <= len(graphs) <= 3, "one graph before and one after the mixture, without recompilation"

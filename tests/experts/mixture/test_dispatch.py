@@ -1,4 +1,4 @@
-"""Rows are grouped by expert, each pair goes to where it was chosen for, and a capacity cuts last choices first."""
+"""Rows are grouped by expert, each pair goes to its chosen expert, and a capacity drops last choices first."""
 
 import torch
 from hypothesis import given
@@ -49,7 +49,7 @@ def test_a_capacity_keeps_first_choices_and_then_first_samples(chosen: torch.Ten
 
 
 @given(choices(), st.integers(1, 3))
-def test_no_call_is_larger_than_a_batch_may_be(chosen: torch.Tensor, most: int) -> None:
+def test_calls_do_not_exceed_the_maximal_batch(chosen: torch.Tensor, most: int) -> None:
     whole, cut = Dispatch(chosen), Dispatch(chosen, most=most)
     assert torch.equal(whole.pairs, cut.pairs)
     assert all(0 < len(span) <= most for span in cut.spans)
@@ -58,7 +58,7 @@ def test_no_call_is_larger_than_a_batch_may_be(chosen: torch.Tensor, most: int) 
 
 
 @given(choices(), st.data())
-def test_what_is_left_of_spans_is_what_is_alive(chosen: torch.Tensor, data: st.DataObject) -> None:
+def test_restricted_spans_hold_exactly_the_alive_pairs(chosen: torch.Tensor, data: st.DataObject) -> None:
     dispatch = Dispatch(chosen)
     flags = data.draw(st.lists(st.booleans(), min_size=chosen.numel(), max_size=chosen.numel()))
     alive = torch.tensor(flags, dtype=torch.bool).view(chosen.shape)

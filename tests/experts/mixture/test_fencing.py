@@ -1,4 +1,4 @@
-"""Of an expert with replicas only the owner steps, and a mixture finds it, in the middle of a mini-batch as well."""
+"""Only the owner of a replicated expert steps, and a mixture finds it, even within a mini-batch."""
 
 from functools import partial
 from typing import Any
@@ -41,13 +41,13 @@ def test_stepping_calls_have_the_directory_s_token(experts: Experts, kind: Kind)
     if kind is Kind.COMMIT:
         y.sum().backward()
     tokens = {uid: experts.directory.claim(uid, experts.leases[uid]).token for uid in UIDS}
-    with pytest.raises((TooFewAnswersError, CommitError), match="fencing token 0"):  # who has none is no owner
+    with pytest.raises((TooFewAnswersError, CommitError), match="fencing token 0"):  # no token: not the owner
         mixture.commit() if kind is Kind.COMMIT else y.sum().backward()
     seen = {header.uid: read_receipt(header.data).token for header in experts.headers if header.kind is kind}
     assert seen == tokens and min(tokens.values()) > 0
 
 
-def test_an_answer_under_a_stale_fence_is_not_taken(directory: LocalDirectory) -> None:
+def test_answer_with_a_stale_token_is_rejected(directory: LocalDirectory) -> None:
     lease = directory.declare(UID, "elsewhere:1", 60.0)
     with Server([expert(UID)]) as stale, Connections(directory) as connections:
         mixture = mixture_of(connections, retry=NEVER, accumulate=True)
@@ -76,14 +76,14 @@ def test_stepping_calls_reach_the_new_owner(directory: LocalDirectory) -> None:
         wait_until(lambda: backend_of(new, UID).steps == 1)
         y = mixture(rows(2, 1))
         die(old)
-        y.sum().backward()  # the new one says that it follows, wait_until the lease of the old one has ended
+        y.sum().backward()  # `new` answers as a follower until the lease of `old` has ended
         assert role(new, UID) == "owner"
         assert mixture.commit() == {UID: True} and backend_of(new, UID).steps == 2 == mixture.steps[UID]
 
 
 @pytest.mark.parametrize("kind", ["expert", "mixture"])
 def test_waiting_calls_leave_an_owner_that_hangs(directory: LocalDirectory, kind: str) -> None:
-    """A backward that waits for an owner which hangs is answered by the next one, and is one step."""
+    """The next owner answers the waiting backward, which is one step."""
     with (
         make(directory, expert(UID)) as old,
         make(directory, expert(UID)) as new,
@@ -130,7 +130,7 @@ def test_answer_of_a_follower_is_not_an_attempt(experts: Experts) -> None:
     assert mixture.commit() == dict.fromkeys(UIDS, True)
 
 
-def test_what_is_durable_is_told_by_expert(experts: Experts) -> None:
+def test_durable_steps_are_reported_per_expert(experts: Experts) -> None:
     mixture = experts.mixture()
     assert mixture.steps == mixture.durable_steps == {}
     mixture(numbers(16, GRID_WIDTH)).sum().backward()

@@ -1,4 +1,4 @@
-"""A grid gives names to places, and finds those that live in a snapshot."""
+"""A grid maps places to names, and finds the live experts of a snapshot."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ def test_a_name_and_its_place_belong_together(sizes: list[int], data: st.DataObj
     assert Grid("ffn", sizes).uid(place) == grid.uid(place)
 
 
-def test_names_of_others_are_passed_over(subtests: pytest.Subtests) -> None:
-    strange = [
+def test_foreign_names_are_ignored(subtests: pytest.Subtests) -> None:
+    foreign = [
         "ffn.4.0",
         "ffn.0.32",
         "ffn.0",
@@ -32,16 +32,16 @@ def test_names_of_others_are_passed_over(subtests: pytest.Subtests) -> None:
         "ffn0.0",
         "ffn.+1.0",
     ]
-    for uid in [*strange, "", "ffn. 1.0", "ffn.0." + "9" * 10000]:
+    for uid in [*foreign, "", "ffn. 1.0", "ffn.0." + "9" * 10000]:
         with subtests.test(uid=uid):
             assert Grid("ffn", [4, 32]).place(uid) is None
-            crowd = Grid("ffn", [4, 32]).live_experts(Snapshot(1, {uid: ("a:1",), "ffn.3.17": ("b:1",)}))
-            assert crowd.uids == ("ffn.3.17",) and crowd.places.tolist() == [[3, 17]]
+            live = Grid("ffn", [4, 32]).live_experts(Snapshot(1, {uid: ("a:1",), "ffn.3.17": ("b:1",)}))
+            assert live.uids == ("ffn.3.17",) and live.places.tolist() == [[3, 17]]
 
 
-def test_a_crowd_is_sorted_by_place_and_may_be_empty() -> None:
+def test_live_experts_are_sorted_by_place() -> None:
     grid = Grid("ffn", [12])
-    crowd = grid.live_experts(Snapshot(1, {"ffn.10": ("a",), "ffn.2": ("a",)}))
-    assert crowd.uids == ("ffn.2", "ffn.10") and len(crowd) == 2
-    nobody = grid.live_experts(Snapshot())
-    assert nobody.places.shape == (0, 1) and nobody.places.dtype == torch.int64
+    live = grid.live_experts(Snapshot(1, {"ffn.10": ("a",), "ffn.2": ("a",)}))
+    assert live.uids == ("ffn.2", "ffn.10") and len(live) == 2
+    empty = grid.live_experts(Snapshot())
+    assert empty.places.shape == (0, 1) and empty.places.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""What of a mini-batch is torn, or not committed: who is left out and what is told; nothing is applied by half."""
+"""Incomplete or uncommitted sums are left out of a mini-batch and reported, and no part of a sum is applied."""
 
 import copy
 from typing import Any
@@ -13,17 +13,15 @@ from torchweft.experts.mixture.fanout import MixtureSignature
 from torchweft.experts.mixture.mixture_function import MixtureCommit
 from torchweft.experts.wire import Kind
 
-# Torn: a part of an expert's gradients is missing.
 
-
-def test_who_fails_in_backward_is_left_out_and_takes_part_again(experts: Experts) -> None:
+def test_failed_backward_leaves_its_expert_out_once(experts: Experts) -> None:
     mixture = experts.mixture()
     experts.lose(Kind.BACKWARD, "ffn.1", "", GradientError("too large"))
     run(mixture, numbers(16, WIDTH))
     run(mixture, numbers(16, WIDTH, seed=1))
     assert mixture.commit() == {**ALL, "ffn.1": False}
     assert "ffn.1" not in experts.called(Kind.COMMIT) and "ffn.1" not in experts.steps()
-    assert experts.called(Kind.DISCARD) == ["ffn.1"], "its sum is to make room there"
+    assert experts.called(Kind.DISCARD) == ["ffn.1"], "the discard frees the sum on the server"
     run(mixture, numbers(16, WIDTH))
     assert mixture.commit() == ALL and experts.steps() == {**dict.fromkeys(UIDS, 2), "ffn.1": 1}
     assert mixture.statistics().left_out == 1
@@ -32,11 +30,11 @@ def test_who_fails_in_backward_is_left_out_and_takes_part_again(experts: Experts
 def test_expert_with_an_invalid_answer_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     with Experts() as experts:
         mixture = experts.mixture()
-        read, useless = MixtureSignature.read_input_gradients, [MalformedError("x", reason="shape")]
+        read, pending_errors = MixtureSignature.read_input_gradients, [MalformedError("x", reason="shape")]
 
         def failing(*args: Any) -> Any:
-            if useless:
-                raise useless.pop()
+            if pending_errors:
+                raise pending_errors.pop()
             return read(*args)
 
         monkeypatch.setattr(MixtureSignature, "read_input_gradients", failing)
@@ -44,8 +42,8 @@ def test_expert_with_an_invalid_answer_is_committed(monkeypatch: pytest.MonkeyPa
         assert mixture.statistics().failed and mixture.commit() == ALL
 
 
-def test_who_was_not_waited_for_is_left_out(experts: Experts) -> None:
-    mixture = experts.mixture(k_min=2, timeout_after_k_min=0.0)  # forward wants all, backward one of two
+def test_expert_that_was_not_awaited_is_left_out(experts: Experts) -> None:
+    mixture = experts.mixture(k_min=2, timeout_after_k_min=0.0)  # forward waits for both, backward for one
     y = mixture(numbers(16, WIDTH))
     experts.lose(Kind.BACKWARD, "ffn.1", "silence")
     y.sum().backward()
@@ -53,12 +51,12 @@ def test_who_was_not_waited_for_is_left_out(experts: Experts) -> None:
 
 
 @pytest.mark.parametrize("switch", [False, True])
-def test_who_was_started_again_in_the_middle_is_left_out(experts: Experts, switch: bool) -> None:
+def test_expert_that_restarted_is_left_out(experts: Experts, switch: bool) -> None:
     mixture = experts.mixture(switch, k_best=2)
     run(mixture, numbers(16, WIDTH))
     experts.restart("ffn.1")
     run(mixture, numbers(16, WIDTH, seed=1))
-    experts.restart("ffn.2")  # it hears of it when it is asked to commit
+    experts.restart("ffn.2")  # the mixture notices only at the commit
     assert mixture.commit() == {**ALL, "ffn.1": False, "ffn.2": False}
     assert experts.steps() == {"ffn.0": 1, "ffn.3": 1}
     run(mixture, numbers(16, WIDTH))
@@ -105,7 +103,7 @@ def test_unsent_gradients_block_the_commit(experts: Experts) -> None:
         mixture.commit()
 
 
-def test_somebody_must_step_unless_zeros_are_allowed(experts: Experts) -> None:
+def test_commit_needs_a_step_unless_zeros_are_allowed(experts: Experts) -> None:
     for mixture in (experts.mixture(), experts.mixture(allow_zero_outputs=True)):
         run(only(mixture, 0, 1), numbers(4, WIDTH))
         experts.restart("ffn.0", "ffn.1")
@@ -160,7 +158,7 @@ def test_second_commit_skips_lost_sums(experts: Experts) -> None:
     assert mixture.commit() == ALL
 
 
-def test_an_interrupted_commit_may_be_called_again(experts: Experts) -> None:
+def test_interrupted_commit_can_be_called_again(experts: Experts) -> None:
     mixture = experts.mixture()
     run(mixture, numbers(16, WIDTH))
     accept = type(mixture._client).accept

@@ -1,4 +1,4 @@
-"""A mixture asks for its graphs to be kept: its backwards save a forward, and no number is another."""
+"""With kept graphs, the backward of a mixture skips the second forward and computes the same numbers."""
 
 import copy
 from collections.abc import Callable
@@ -54,27 +54,27 @@ def test_graphs_are_kept_only_on_request(experts: Experts) -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_every_part_of_a_large_group_has_its_key(accumulate: bool) -> None:
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
-        found = turn(mixture, 0)
+        results = turn(mixture, 0)
         if accumulate:
             assert mixture.commit() == ALL
-        return found
+        return results
 
     experts, used = compared(work, {"accumulate": accumulate}, max_batch_size=3)
     calls = keys(experts, Kind.BACKWARD)
     assert len(set(calls)) == len(calls) > 2 * len(UIDS)
     assert sorted(calls) == sorted(keys(experts, Kind.FORWARD))
-    assert used == len(calls), "no step voids the graphs that are still kept, as all parts are one"
+    assert used == len(calls), "all parts are one step, so no step invalidates a kept graph"
 
 
-def test_a_graph_that_is_walked_back_twice_steps_twice() -> None:
+def test_second_backward_of_a_graph_steps_again() -> None:
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
         x = numbers(16, WIDTH).requires_grad_()
         loss = mixture(x).square().sum()
-        found = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
+        gradients = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
         loss.backward()
         assert experts.steps() == dict.fromkeys(UIDS, 3) and x.grad is not None
-        assert not torch.equal(*found), "the weights are others by then"
-        return [*found, x.grad]
+        assert not torch.equal(*gradients), "the first backward changed the weights"
+        return [*gradients, x.grad]
 
     experts, used = compared(work, {"accumulate": False})
     first, rest = set(keys(experts, Kind.FORWARD)), keys(experts, Kind.BACKWARD)
@@ -83,7 +83,7 @@ def test_a_graph_that_is_walked_back_twice_steps_twice() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, partial(set_phase, "checkpointing")])
-def test_of_what_is_not_walked_back_nothing_is_kept(mode: Callable[[], Any]) -> None:
+def test_graphs_without_a_backward_are_not_kept(mode: Callable[[], Any]) -> None:
     with Experts(keep_graphs=BUDGET) as experts:
         mixture = experts.mixture(keep_graph=True)
         with mode():
@@ -93,7 +93,7 @@ def test_of_what_is_not_walked_back_nothing_is_kept(mode: Callable[[], Any]) -> 
         mixture.requires_grad_(False)(numbers(16, WIDTH))
         assert graphs(experts) == (0, 0)
         mixture.anchor.requires_grad_(True)
-        mixture(numbers(16, WIDTH))  # the experts would learn, so it may be walked back
+        mixture(numbers(16, WIDTH))  # the experts are trainable, so a backward can follow
         assert graphs(experts) == (len(UIDS), 0)
 
 
@@ -112,12 +112,12 @@ def test_graphs_last_until_the_commit_of_their_mini_batch() -> None:
         torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-12)
 
 
-def test_a_graph_that_is_older_than_a_step_is_made_again() -> None:
+def test_graph_older_than_a_step_is_recomputed() -> None:
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
         x = numbers(16, WIDTH).requires_grad_()
         late = mixture(x).square().sum()
-        found = turn(mixture, 1)
-        return [*found, torch.autograd.grad(late, x)[0]]
+        results = turn(mixture, 1)
+        return [*results, torch.autograd.grad(late, x)[0]]
 
     experts, used = compared(work, {"accumulate": False})
     assert used == len(UIDS) and len(experts.called(Kind.BACKWARD)) == 2 * len(UIDS)
@@ -136,7 +136,7 @@ def test_pipe_stage_steps_once_and_keeps_no_useless_graph(keep: bool, checkpoint
         pipe = Pipe(model, chunks=4, balance=[1, 1, 1], checkpoint=checkpoint, executor=executor)
         pipe(numbers(16, WIDTH)).square().sum().backward()
         calls = len(experts.called(Kind.BACKWARD))
-        assert calls > len(UIDS)  # of several micro-batches
+        assert calls > len(UIDS)  # several micro-batches
         assert commit(pipe) == ALL
         step_here(experts, twin, numbers(16, WIDTH))
         assert_same_weights(experts)
@@ -159,7 +159,7 @@ def test_recomputation_without_a_cache_calls_again() -> None:
 
 @pytest.mark.parametrize("part", [False, True])
 def test_reduced_groups_send_their_inputs_again(part: bool) -> None:
-    """In part: samples of whom one expert did not answer are left out, also of the calls of their other expert."""
+    """With ``part``, samples that lack one answer are also left out of the backward of their other expert."""
 
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
         experts.lose(Kind.FORWARD, "ffn.1", "request")
@@ -176,14 +176,14 @@ def test_reduced_groups_send_their_inputs_again(part: bool) -> None:
 
 @pytest.mark.parametrize("lost", ["request", "reply"])
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
-def test_a_call_that_is_sent_again_has_the_same_key(kind: Kind, lost: str) -> None:
+def test_retried_call_has_the_same_key(kind: Kind, lost: str) -> None:
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
         experts.lose(kind, "ffn.1", lost, lost)
         return turn(mixture, 0)
 
     experts, used = compared(work, {"accumulate": False})
     mine = [header.key for header in experts.headers if header.uid == "ffn.1" and header.key]
-    stepped = kind is Kind.BACKWARD and lost == "reply"  # and so its inputs are gone, which are sent once more
+    stepped = kind is Kind.BACKWARD and lost == "reply"  # the kept graph is used up, so the inputs are sent again
     assert len(mine) == 4 + stepped and len(set(mine)) == 1
     assert used == len(UIDS) and experts.steps() == dict.fromkeys(UIDS, 1)
 
@@ -192,23 +192,23 @@ def test_backward_sends_inputs_only_if_they_are_gone() -> None:
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
         x = numbers(16, WIDTH).requires_grad_()
         loss = mixture(x).square().sum()
-        gone = experts.backends["ffn.1"].executor.graphs
-        for each in list(gone._all):
-            gone._drop(each)
+        graphs_of_one = experts.backends["ffn.1"].executor.graphs
+        for entry in list(graphs_of_one._all):
+            graphs_of_one._drop(entry)
         return [*torch.autograd.grad(loss, x), *turn(mixture, 1)]
 
     experts, used = compared(work, {"accumulate": False})
-    sent = [(each.uid, each.keep) for each in headers(experts, Kind.BACKWARD)]
+    sent = [(header.uid, header.keep) for header in headers(experts, Kind.BACKWARD)]
     assert used == 2 * len(UIDS) - 1 and sum(experts.steps().values()) == 2 * len(UIDS)
-    assert [each for each in sent if not each[1]] == [("ffn.1", False)] and len(sent) == 2 * len(UIDS) + 1
+    assert [(uid, keep) for uid, keep in sent if not keep] == [("ffn.1", False)] and len(sent) == 2 * len(UIDS) + 1
 
 
-def test_a_copy_asks_for_graphs_too_and_has_keys_of_its_own() -> None:
+def test_copy_keeps_graphs_under_its_own_keys() -> None:
     with Experts(keep_graphs=BUDGET) as experts:
         mixture = experts.mixture(keep_graph=True)
         twin = copy.deepcopy(mixture)
         assert twin.keep_graph and not copy.deepcopy(experts.mixture()).keep_graph
-        losses = [each(numbers(16, WIDTH)).sum() for each in (mixture, twin)]
+        losses = [module(numbers(16, WIDTH)).sum() for module in (mixture, twin)]
         for loss in losses:
             loss.backward()
         assert len(set(keys(experts, Kind.FORWARD))) == 2 * len(UIDS)

@@ -1,4 +1,4 @@
-"""A remote mixture is the same function as one computed here, whoever of its experts fails."""
+"""A remote mixture equals the local computation, whichever of its experts fail."""
 
 import copy
 import itertools
@@ -50,7 +50,7 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 def local_output(
     world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()
 ) -> Tensor:
-    """The mixture in plain autograd, sample by sample. Those who are gone have no weight."""
+    """The mixture in plain autograd, sample by sample. Experts in ``gone`` have no weight."""
     sizes, uids = mixture.grid.sizes, sorted(world.here)
     starts = [0, *itertools.accumulate(sizes)]
     scores = nn.functional.linear(x, mixture.proj.weight, mixture.proj.bias)
@@ -68,28 +68,28 @@ def local_output(
 
 
 def gradients(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, *, here: bool) -> dict[str, Tensor]:
-    """Every gradient that the last backward left, by name; then they are cleared."""
+    """Return all gradients of the last backward by name, and clear them."""
     modules = world.here if here else world.servers.modules
     named = {f"{uid}.{n}": p for uid, module in modules.items() for n, p in module.named_parameters()}
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for name, tensor in {"x": x, **dict(mixture.named_parameters()), **named}.items():
-        found[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        by_name[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         tensor.grad = None
-    return found
+    return by_name
 
 
 def assert_same(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()) -> None:
-    wish = numbers(len(x), WIDTH, seed=9)
-    expected = local_output(world, mixture, x, gone)
-    expected.backward(wish)
-    wanted = gradients(world, mixture, x, here=True)
-    seen = mixture(x)
-    seen.backward(wish)
-    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-12)
-    found = gradients(world, mixture, x, here=False)
-    for name, gradient in wanted.items():
+    output_gradient = numbers(len(x), WIDTH, seed=9)
+    local = local_output(world, mixture, x, gone)
+    local.backward(output_gradient)
+    expected = gradients(world, mixture, x, here=True)
+    remote = mixture(x)
+    remote.backward(output_gradient)
+    torch.testing.assert_close(remote, local, rtol=0, atol=1e-12)
+    seen = gradients(world, mixture, x, here=False)
+    for name, gradient in expected.items():
         torch.testing.assert_close(
-            found[name], gradient, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            seen[name], gradient, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -116,7 +116,7 @@ def make_mixture(world: World, **more: Any) -> RemoteMixtureOfExperts:
 
 
 def chosen_uids(world: World, mixture: RemoteMixtureOfExperts, x: Tensor) -> list[str]:
-    """Who is called for these samples, without grad mode; and then nobody is called in backward."""
+    """Return the experts that are called for these samples in ``no_grad`` mode."""
     world.servers.headers.clear()
     with torch.no_grad():
         assert not mixture(x).requires_grad
@@ -148,10 +148,10 @@ def test_failed_forward_gets_no_weight_and_no_backward(fault: Fault) -> None:
         assert_same(world, mixture, x, frozenset([bad]))
         assert world.servers.called(Kind.BACKWARD) == [uid for uid in world.servers.called(Kind.FORWARD) if uid != bad]
         assert sum(mixture.statistics().failed.values()) == 1
-        wait_until(lambda: not any(each.waiting for each in world.connections.statistics().values()))
+        wait_until(lambda: not any(transport.waiting for transport in world.connections.statistics().values()))
 
 
-def test_only_the_rows_that_are_not_finite_have_no_weight(world: World) -> None:
+def test_only_non_finite_rows_have_no_weight(world: World) -> None:
     mixture = make_mixture(world, detect_anomalies=True)
     x = numbers(32, WIDTH)
     clean = mixture(x)
@@ -196,18 +196,18 @@ def test_too_few_answers_raise_at_once_and_list_failures(world: World) -> None:
 
 def test_unreachable_experts_error_names_the_retry() -> None:
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # and nobody listens
+        bound.bind(("127.0.0.1", 0))  # bound, but not listening
         address = f"127.0.0.1:{bound.getsockname()[1]}"
-        for retry, seconds, told in ((None, 60.0, True), (Retry(), 1.0, False)):
+        for retry, seconds, suggests_retry in ((None, 60.0, True), (Retry(), 1.0, False)):
             with Connections({"m.0": address}) as connections:
                 options: dict[str, Any] = {"in_features": WIDTH, "grid_size": [1], "uid_prefix": "m", "retry": retry}
                 mixture = RemoteMixtureOfExperts(connections=connections, forward_timeout=seconds, **options)
                 with pytest.raises(TooFewAnswersError, match=r"m\.0: (Unreachable|Deadline)Error") as caught:
                     mixture(torch.zeros(2, WIDTH))
-                assert ("retry=Retry() waits for them" in str(caught.value)) is told
+                assert ("retry=Retry() waits for them" in str(caught.value)) is suggests_retry
 
 
-def test_nobody_is_waited_for_longer_than_was_said(world: World) -> None:
+def test_waits_end_at_the_timeout(world: World) -> None:
     mixture = make_mixture(world, forward_timeout=1.0, backward_timeout=0.15)
     x = numbers(4, WIDTH)
     mixture(x)
@@ -236,8 +236,8 @@ def test_description_shares_the_deadline_of_the_first_forward(monkeypatch: pytes
         mixture = make_mixture(world, forward_timeout=20.0)
         world.servers.faults = dict.fromkeys(world.here, slowly)
         mixture(numbers(4, WIDTH))
-        given = {each.deadline_ms for each in world.servers.headers if each.kind is Kind.FORWARD}
-        assert given == {18_000}
+        deadlines = {header.deadline_ms for header in world.servers.headers if header.kind is Kind.FORWARD}
+        assert deadlines == {18_000}
 
 
 def test_late_answers_are_awaited_after_the_quorum(world: World) -> None:
@@ -247,7 +247,7 @@ def test_late_answers_are_awaited_after_the_quorum(world: World) -> None:
     world.servers.late = {slow: 0.6}
     start = time.monotonic()
     hurried = hasty(x)
-    assert time.monotonic() - start >= 0.05  # what came by then is told by the numbers below
+    assert time.monotonic() - start >= 0.05  # the outputs below show which answers were used
     whole = patient(x)
     assert time.monotonic() - start >= 0.35
     torch.testing.assert_close(whole, local_output(world, patient, x))
@@ -292,7 +292,7 @@ def test_samples_with_too_few_answers_are_zero_if_allowed(world: World) -> None:
     assert nothing.shape == (16, WIDTH) and not nothing.any() and not x.grad.any()
 
 
-def test_experts_that_come_and_go_are_seen_by_the_next_call(world: World) -> None:
+def test_next_call_sees_joined_and_left_experts(world: World) -> None:
     mixture = make_mixture(world)
     x = numbers(32, WIDTH)
     mixture(x)
@@ -327,7 +327,7 @@ def test_fewer_living_experts_than_k_min_raise_at_once(world: World) -> None:
 
 
 class Awkward(nn.Module):
-    """Several nested inputs and outputs, of free length; one input has no gradient."""
+    """Module with nested inputs and outputs of free length. One input has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class Awkward(nn.Module):
         return {"y": y, "more": (y.sum((1, 2)), y[..., :2])}
 
 
-def test_experts_may_take_and_return_nested_values_of_free_sizes() -> None:
+def test_nested_values_of_free_sizes() -> None:
     sample = (
         (
             torch.zeros(1, 3, WIDTH, dtype=torch.float64),
@@ -363,12 +363,12 @@ def test_experts_may_take_and_return_nested_values_of_free_sizes() -> None:
         logits = mixture.proj(x.mean(1))
         scores = torch.stack([logits[:, a] + logits[:, 2 + b] for a, b in GRID], 1)
         outputs = [world.here[uid](x, (index, second), scale=scale) for uid in sorted(world.here)]
-        wanted = torch.autograd.grad(loss(outputs, scores.softmax(1)), [x, second, scale, mixture.proj.weight])
+        expected = torch.autograd.grad(loss(outputs, scores.softmax(1)), [x, second, scale, mixture.proj.weight])
         seen = mixture(x, (index, second), scale=scale)
         assert set(seen) == {"y", "more"} and isinstance(seen["more"], tuple)
         one = torch.ones(6, 1, dtype=torch.float64)
-        found = torch.autograd.grad(loss([seen], one), [x, second, scale, mixture.proj.weight])
-        for a, b in zip(found, wanted, strict=True):
+        gradients = torch.autograd.grad(loss([seen], one), [x, second, scale, mixture.proj.weight])
+        for a, b in zip(gradients, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
         part = torch.autograd.grad(mixture(x, (index, second), scale=scale)["more"][0].sum(), x)[0]
         assert bool((part != 0).any())
@@ -405,7 +405,7 @@ def test_second_backward_needs_a_retained_graph(world: World) -> None:
     nodes = [z.grad_fn]
     while not hasattr(nodes[-1], "function"):
         node = nodes.pop()
-        nodes = [each for each, _ in node.next_functions if each is not None] + nodes
+        nodes = [parent for parent, _ in node.next_functions if parent is not None] + nodes
     function = nodes[-1].function
     z.sum().backward()
     with pytest.raises(BackwardTwiceError):
@@ -420,7 +420,7 @@ def test_a_tangent_is_refused(grad: bool) -> None:
             make_mixture(world)(x)
 
 
-def test_many_threads_may_call_one_mixture(world: World) -> None:
+def test_threads_can_share_one_mixture(world: World) -> None:
     mixture = make_mixture(world)
     inputs = [numbers(9, WIDTH, seed=i) for i in range(6)]
     for x, seen in zip(inputs, in_threads(mixture, inputs), strict=True):
@@ -473,7 +473,7 @@ def linear() -> ExpertBackend:
 
 
 @pytest.mark.parametrize("kind", [RemoteExpert, RemoteMixtureOfExperts])
-def test_a_cell_that_calls_servers_says_so(kind: type) -> None:
+def test_cell_with_remote_calls_warns(kind: type) -> None:
     class Cell(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()

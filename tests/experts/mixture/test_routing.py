@@ -1,4 +1,4 @@
-"""Routing finds exactly the best of the living experts."""
+"""Routing selects exactly the best live experts."""
 
 import itertools
 from unittest import mock
@@ -13,7 +13,7 @@ from torchweft.experts.mixture.routing import all_scores, choose_experts, chosen
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 6), st.integers(0, 7), st.data())
-def test_the_chosen_are_the_best_of_the_living(sizes: list[int], k: int, samples: int, data: st.DataObject) -> None:
+def test_routing_chooses_the_best_live_experts(sizes: list[int], k: int, samples: int, data: st.DataObject) -> None:
     whole = list(itertools.product(*(range(size) for size in sizes)))
     living = sorted(data.draw(st.sets(st.sampled_from(whole), min_size=1)))
     scores = numbers(samples, sum(sizes), seed=data.draw(st.integers(0, 9)), dtype=torch.float32).requires_grad_()
@@ -22,12 +22,12 @@ def test_the_chosen_are_the_best_of_the_living(sizes: list[int], k: int, samples
         chosen = choose_experts(scores, places, sizes, k)
     seen = chosen_scores(scores, places, sizes, chosen)
     assert chosen.shape == (samples, min(k, len(living))) and not chosen.requires_grad and seen.requires_grad
-    for row, mine, found in zip(scores.tolist(), chosen.tolist(), seen, strict=True):
+    for row, mine, row_scores in zip(scores.tolist(), chosen.tolist(), seen, strict=True):
         best: list[float] = []
         for place in living:
             total, start = torch.tensor(0.0), 0
             for i, size in zip(place, sizes, strict=True):
                 total, start = total + torch.tensor(row[start + i]), start + size
             best.append(float(total))
-        assert found.tolist() == sorted(best, reverse=True)[: len(mine)] == [best[i] for i in mine]
+        assert row_scores.tolist() == sorted(best, reverse=True)[: len(mine)] == [best[i] for i in mine]
     assert torch.equal(seen, all_scores(scores, places, sizes).gather(1, chosen))

@@ -1,4 +1,4 @@
-"""The switch mixture weighs by probability, drops beyond its capacity, and teaches its router balance."""
+"""The switch mixture weights by probability, drops rows beyond its capacity and balances its router."""
 
 from typing import Any
 
@@ -34,19 +34,19 @@ def local_output(
 
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("gone", [(), ("ffn.0.1",), ("ffn.0.0", "ffn.1.0", "ffn.0.1", "ffn.1.1")])
-def test_outputs_loss_and_gradients_are_those_computed_here(world: World, k: int, gone: tuple[str, ...]) -> None:
+def test_outputs_loss_and_gradients_equal_the_local_mixture(world: World, k: int, gone: tuple[str, ...]) -> None:
     mixture = make_mixture(world, k_best=k).eval()
     mixture(numbers(1, WIDTH))
     world.servers.faults = dict.fromkeys(gone, fails)
     x = numbers(12, WIDTH).requires_grad_()
-    wanted, wanted_loss = local_output(world, mixture, x, gone)
+    local, local_loss = local_output(world, mixture, x, gone)
     seen, loss = mixture(x)
-    torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
-    torch.testing.assert_close(loss, wanted_loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(seen, local, rtol=0, atol=1e-12)
+    torch.testing.assert_close(loss, local_loss, rtol=0, atol=1e-12)
     (alone,) = torch.autograd.grad(loss, mixture.proj.weight, retain_graph=True)
     assert bool((alone != 0).any()) and world.servers.called(Kind.BACKWARD) == []
     leaves = [x, *mixture.proj.parameters()]
-    expected = torch.autograd.grad((wanted**2).sum() + wanted_loss, leaves)
+    expected = torch.autograd.grad((local**2).sum() + local_loss, leaves)
     for a, b in zip(torch.autograd.grad((seen**2).sum() + loss, leaves), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
@@ -87,7 +87,7 @@ def test_rows_beyond_the_capacity_are_dropped(world: World) -> None:
         assert [i for i in mine if not dropped[i]] == mine[:4]
 
 
-def test_who_hangs_costs_its_own_samples_and_only_so_much_time(world: World) -> None:
+def test_hanging_expert_costs_only_its_own_samples(world: World) -> None:
     mixture = make_mixture(world, timeout_after_k_min=0.05).eval()
     x = numbers(32, WIDTH).requires_grad_()
     mixture(x)
@@ -111,12 +111,12 @@ def test_recomputed_stage_keeps_its_jitter() -> None:
     with World(GRID) as world:
         mixture = make_mixture(world, jitter_eps=0.3, accumulate=True)
         layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Residual(mixture))
-        x, found = numbers(8, WIDTH), dict[str, list[Tensor]]()
+        x, gradients = numbers(8, WIDTH), dict[str, list[Tensor]]()
         for checkpoint in ("never", "always"):
             torch.manual_seed(1)
             layers.zero_grad()
             pipe = Pipe(layers, balance=[1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint)
             pipe(x).pow(2).sum().backward()
-            found[checkpoint] = [p.grad.clone() for p in layers.parameters()]
-        for a, b in zip(*found.values(), strict=True):
+            gradients[checkpoint] = [p.grad.clone() for p in layers.parameters()]
+        for a, b in zip(*gradients.values(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

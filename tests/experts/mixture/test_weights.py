@@ -1,4 +1,4 @@
-"""Weights and losses are what the formulas say, and their gradients reach the router."""
+"""Weights and losses follow their formulas, and their gradients reach the router."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torchweft.experts.mixture.routing import load_balancing_loss, weighted_mean
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.data())
-def test_weights_are_a_softmax_over_those_who_answered(samples: int, k: int, data: st.DataObject) -> None:
+def test_weights_are_a_softmax_over_the_answers(samples: int, k: int, data: st.DataObject) -> None:
     flags = data.draw(st.lists(st.booleans(), min_size=samples * k, max_size=samples * k))
     alive = torch.tensor(flags, dtype=torch.bool).view(samples, k)
     scores = numbers(samples, k).requires_grad_()
@@ -41,7 +41,7 @@ def test_balancing_loss_is_one_if_balanced() -> None:
     assert float(load_balancing_loss(lonely, torch.full((8, 1), 2))) == 4.0
     for dtype in (torch.float64, torch.float32):  # as exact as the probabilities
         probabilities, chosen = torch.rand(3, 3, dtype=dtype).softmax(1), torch.tensor([[0], [1], [0]])
-        share = torch.tensor([2, 1, 0], dtype=dtype) / 3  # thirds, which no float holds
+        share = torch.tensor([2, 1, 0], dtype=dtype) / 3  # thirds have no exact float
         assert torch.equal(load_balancing_loss(probabilities, chosen), 3 * (share * probabilities.mean(0)).sum())
 
 

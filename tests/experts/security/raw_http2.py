@@ -1,4 +1,4 @@
-"""A raw HTTP/2 client: any frame in any order, for servers that must survive what no gRPC library would send."""
+"""Raw HTTP/2 client that can send any frame in any order, also sequences that no gRPC library sends."""
 
 import socket
 import ssl
@@ -10,14 +10,14 @@ import h2.connection
 import h2.events
 import h2.settings
 
-PATIENCE = 10.0  # seconds that any answer may take
+PATIENCE = 10.0  # timeout of each wait in seconds
 
 Metadata = Sequence[tuple[str, str]]
 
 
 class RawHttp2:
-    """One connection, whose waits end after `PATIENCE` seconds with ``TimeoutError``. ``window``: of flow control for
-    what the server sends, in bytes; with 0 no message of it ever leaves.
+    """One connection. Waits raise ``TimeoutError`` after `PATIENCE` seconds. ``window``: flow-control window for the
+    messages of the server, in bytes. With 0 the server can send no message.
     """
 
     def __init__(self, address: str, *, window: int = 65_535, tls: ssl.SSLContext | None = None) -> None:
@@ -26,7 +26,7 @@ class RawHttp2:
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
             self.socket = tls.wrap_socket(self.socket, server_hostname=host)
-        self.events: list[Any] = []  # all that came, oldest first
+        self.events: list[Any] = []  # all received events, oldest first
         self._authority, self._scheme = address, "http" if tls is None else "https"
         self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
         self._h2.initiate_connection()
@@ -34,7 +34,7 @@ class RawHttp2:
         self.flush()
 
     def open(self, path: str, *, metadata: Metadata = (), end: bool = False) -> int:
-        """Send the headers of a call, such as of ``/grpc.health.v1.Health/Watch``; the number of its stream."""
+        """Send the headers of a call, e.g. ``/grpc.health.v1.Health/Watch``. Returns the number of its stream."""
         stream: int = self._h2.get_next_available_stream_id()
         pseudo = [(":method", "POST"), (":scheme", self._scheme), (":path", path), (":authority", self._authority)]
         headers = [*pseudo, ("te", "trailers"), ("content-type", "application/grpc"), *metadata]
@@ -43,13 +43,13 @@ class RawHttp2:
         return stream
 
     def call(self, path: str, message: bytes = b"", *, metadata: Metadata = ()) -> int:
-        """A call of one message, whole and ended; the number of its stream."""
+        """Send a complete call of one message. Returns the number of its stream."""
         stream = self.open(path, metadata=metadata)
         self.send(stream, framed(message), end=True)
         return stream
 
     def send(self, stream: int, data: bytes, *, end: bool = False) -> None:
-        """Send data as it is, in as many frames as the server's flow control wants; it may be half a message."""
+        """Send raw data, e.g. half a message, in as many frames as the server's flow control requires."""
         while data:
             while not (room := min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)):
                 self.receive()
@@ -61,7 +61,7 @@ class RawHttp2:
             self.flush()
 
     def receive(self) -> None:
-        """Wait for something, and put it into `events`. Raises ``ConnectionError`` if the server has hung up."""
+        """Wait for data and append its events to `events`. Raises ``ConnectionError`` if the server has hung up."""
         data = self.socket.recv(1 << 16)
         if not data:
             raise ConnectionError("the server has hung up")
@@ -69,7 +69,7 @@ class RawHttp2:
         self.flush()
 
     def wait(self, kind: type[Any], stream: int | None = None) -> Any:
-        """The first event of this kind, of ``h2.events``, and of this stream, if one is given."""
+        """Wait for the first event of this class of ``h2.events``, and of this stream if one is given."""
         while True:
             for event in self.events:
                 if isinstance(event, kind) and stream in (None, event.stream_id):
@@ -77,11 +77,11 @@ class RawHttp2:
             self.receive()
 
     def answered(self, stream: int) -> dict[str, str]:
-        """Wait for the first headers of an answer, which flow control never holds back."""
+        """Wait for the first headers of an answer. Flow control does not apply to headers."""
         return dict(self.wait(h2.events.ResponseReceived, stream).headers)
 
     def status(self, stream: int) -> int:
-        """Wait for the end of a call; its ``grpc-status``, or -1 if the server has reset it without one."""
+        """Wait for the end of a call. Returns its ``grpc-status``, or -1 if the server has reset it without one."""
         while True:
             for event in self.events:
                 if getattr(event, "stream_id", None) != stream:
@@ -89,13 +89,13 @@ class RawHttp2:
                 if isinstance(event, h2.events.StreamReset):
                     return -1
                 if isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
-                    found = dict[Any, Any](event.headers).get("grpc-status")
-                    if found is not None:
-                        return int(found)
+                    status = dict[Any, Any](event.headers).get("grpc-status")
+                    if status is not None:
+                        return int(status)
             self.receive()
 
     def ping(self) -> None:
-        """Return when the server has read all that was sent before."""
+        """Wait until the server has read everything sent before."""
         before = sum(isinstance(event, h2.events.PingAckReceived) for event in self.events)
         self._h2.ping(b"are here")
         self.flush()
@@ -103,7 +103,7 @@ class RawHttp2:
             self.receive()
 
     def flush(self) -> None:
-        """Send what the protocol has to say: done by all methods that send or receive."""
+        """Send the pending bytes of the protocol. All methods that send or receive call this."""
         self.socket.sendall(self._h2.data_to_send())
 
     def close(self) -> None:
@@ -117,5 +117,5 @@ class RawHttp2:
 
 
 def framed(message: bytes, length: int | None = None) -> bytes:
-    """A message as gRPC frames it, or one that claims to have another length than it has."""
+    """Frame a message as gRPC does. ``length``: a false length for its header."""
     return b"\0" + (len(message) if length is None else length).to_bytes(4, "big") + message

@@ -1,4 +1,4 @@
-"""`torchweft serve` in a process of its own, so that its memory and its descriptors are its own."""
+"""`torchweft serve` in a separate process, whose memory and descriptors can be measured."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ ADMITTED = (("authorization", "Bearer s3cret"),)
 
 
 class Served:
-    """One process that serves the expert ``f`` to who shows the token ``s3cret``, and to nobody else."""
+    """Process that serves the expert ``f``, but only to clients with the token ``s3cret``."""
 
     def __init__(self, folder: Path, more: str, descriptors: int | None) -> None:
         file = folder / "serve.toml"
@@ -52,12 +52,12 @@ class Served:
 
 @contextmanager
 def served(folder: Path, more: str = "", descriptors: int | None = None) -> Generator[Served]:
-    """``more`` goes to the top of the file; ``descriptors`` are those that it may open."""
-    found = Served(folder, more, descriptors)
+    """Run a server. ``more``: text at the top of the config file. ``descriptors``: limit of open files."""
+    server = Served(folder, more, descriptors)
     try:
-        yield found
+        yield server
     finally:
-        found.process.kill()
-        found.process.wait(10)
-        assert found.process.stdout is not None
-        found.process.stdout.close()
+        server.process.kill()
+        server.process.wait(10)
+        assert server.process.stdout is not None
+        server.process.stdout.close()

@@ -1,4 +1,4 @@
-"""What clients that may train can do to each other: not act in another's name, and not take more than a share."""
+"""Clients with training rights cannot act in another client's name or take more than their share."""
 
 import contextlib
 import queue
@@ -148,9 +148,9 @@ def test_one_client_cannot_take_all_mini_batches() -> None:
 def test_one_client_cannot_take_all_connections_and_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerOptions, "client_connections", 2)
     with mixed_server() as (server, backend), contextlib.ExitStack() as stack:
-        for token, wanted in [("o-token", True)] * 2 + [("o-token", False), ("t-token", True)]:
+        for token, accepted in [("o-token", True)] * 2 + [("o-token", False), ("t-token", True)]:
             transport = stack.enter_context(GrpcTransport(server.address, token=token))
-            if wanted:
+            if accepted:
                 ask_server(transport, Kind.PING, "me")
             else:
                 with pytest.raises(OverloadError, match="client 'other' has 2 connections, and one client may have"):
@@ -193,7 +193,7 @@ def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
     work(backend)
     assert backend.idempotency.statistics().keys <= 51
     (late,) = answered(backend, backward(backend, 2, client="ann", key="b", mini_batch="m"))
-    assert isinstance(late, CommitError), "else a commit would apply a part of the mini-batch"
+    assert isinstance(late, CommitError), "otherwise a commit would apply a part of the mini-batch"
 
 
 def test_discard_reaches_queued_gradients(backend: ExpertBackend) -> None:
@@ -215,7 +215,7 @@ def test_mini_batches_of_a_gone_client_are_freed(monkeypatch: pytest.MonkeyPatch
     assert add("ann", gone) is None and add("bob", gone) is None
     gone.ended_at = clock.now
     clock.now += 29.0
-    assert add("bob", back, 1) is None, "a client that came back in time goes on"
+    assert add("bob", back, 1) is None, "a client that reconnects in time can continue"
     assert isinstance(add("eve", back), OverloadError)
     clock.now += 1.0
     assert add("eve", back) is None

@@ -1,4 +1,4 @@
-"""Who writes the directory does not own the clients: servers by name, tokens over TLS only, users of etcd by prefix."""
+"""A writer of the directory cannot take over clients: server names, tokens and etcd users are restricted."""
 
 import http.client
 import json
@@ -36,7 +36,7 @@ def test_no_token_leaves_without_tls_but_to_this_machine(address: str) -> None:
         GrpcTransport(address, token="s3cret")
     for here in ("127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1"):
         GrpcTransport(here, token="s3cret").close()
-    GrpcTransport(address).close()  # there is none
+    GrpcTransport(address).close()  # no token
 
 
 def test_token_is_never_sent_in_plain_text(directory: LocalDirectory) -> None:
@@ -59,18 +59,18 @@ def test_client_connects_only_to_matching_servers(authority: Authority) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["torchweft-*", [""], [5]])
-def test_servers_that_are_no_patterns_are_misuse(wrong: Any) -> None:
+def test_invalid_server_patterns_are_rejected(wrong: Any) -> None:
     with without_type_checks(), pytest.raises(UsageError, match="servers is "):
         ClientTls(servers=wrong)
 
 
 def test_listed_address_of_no_server_is_skipped(authority: Authority) -> None:
-    """The one that is listed falsely comes first, owns the expert, and even has a certificate of the authority."""
+    """The false entry comes first and owns the expert."""
     directory = LocalDirectory()
     tls = ClientTls(authority.pem, servers=["localhost"])
     with Server([fussy_backend()], address="localhost:0", tls=ServerTls(*authority.issue("server"))) as server:
-        false = directory.declare("fussy", "127.0.0.1:9", ttl=60.0)
-        directory.claim("fussy", false)
+        false_entry = directory.declare("fussy", "127.0.0.1:9", ttl=60.0)
+        directory.claim("fussy", false_entry)
         with Connections(directory, tls=tls) as connections:
             remote = RemoteExpert("fussy", connections, retry=NEVER, timeout=5.0)
             with pytest.raises(UnreachableError, match="does not match servers="):
@@ -88,13 +88,13 @@ def test_shared_directory_with_tls_requires_servers(authority: Authority) -> Non
     with pytest.raises(UsageError, match="has no servers="):
         Server(directory=directory, replicas=ReplicaOptions(tls=mine))
     for named in (ClientTls(authority.pem, servers=["a"]), ClientTls(authority.pem, server_name="a")):
-        with pytest.raises(DirectoryUnavailableError):  # nobody is there, but nothing is wrong with it
+        with pytest.raises(DirectoryUnavailableError):  # valid options, but no server listens
             Connections(directory, tls=named)
     directory.close()
 
 
 def test_follower_loads_no_weights_of_an_impostor(authority: Authority) -> None:
-    """The thief has a certificate of the authority, and a claim; but its name is none of the servers'."""
+    """The impostor owns the expert and has a certificate of the authority, but its name does not match."""
     directory = LocalDirectory()
     access = Access([Grant("server", "*", Role.ADMIN)])
     tls = ServerTls(*authority.issue("server"), authority.pem)
@@ -104,8 +104,8 @@ def test_follower_loads_no_weights_of_an_impostor(authority: Authority) -> None:
         return ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=0.3, tls=own)
 
     options = {"tls": tls, "access": access, "address": "localhost:0"}
-    with make(directory, expert(), replicas=replicas("localhost"), **options) as thief:
-        wait_until(lambda: thief.statistics().replicas["fussy"].role == "owner")
+    with make(directory, expert(), replicas=replicas("localhost"), **options) as impostor:
+        wait_until(lambda: impostor.statistics().replicas["fussy"].role == "owner")
         fresh = expert()
         with torch.no_grad():
             for parameter in fresh.module.parameters():
@@ -157,23 +157,23 @@ text = answer.read().decode()
 if answer.status != 200:
     sys.exit(" ".join(words) + ": " + text)
 """
-"""What the script calls of `etcdctl`, over etcd's HTTP gateway: `etcdctl` itself is often not installed."""
+"""The commands of `etcdctl` that the script calls, over etcd's HTTP gateway. `etcdctl` is often not installed."""
 
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, Certificates]]:
-    """A member with the manifest's options, whose users the script has made: its client and peer addresses."""
+    """Member with the manifest's options and the script's users. Yields client address, peer address, certificates."""
     if WHERE is None:
-        pytest.skip("there is no `etcd` on the path")
-    yaml = pytest.importorskip("yaml", reason="there is no PyYAML here, which reads the manifests")
+        pytest.skip("`etcd` is not on the path")
+    yaml = pytest.importorskip("yaml", reason="PyYAML, which reads the manifests, is not installed")
     folder = tmp_path_factory.mktemp("etcd")
     certificates = Certificates(folder)
     key, certificate = certificates.issue("etcd")
     manifest = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "etcd.yaml").read_text("utf-8")))
-    workload = next(each for each in manifest if each["kind"] == "StatefulSet")
-    given = workload["spec"]["template"]["spec"]["containers"][0]["args"]
+    workload = next(document for document in manifest if document["kind"] == "StatefulSet")
+    arguments = workload["spec"]["template"]["spec"]["containers"][0]["args"]
     client, peer, metrics = free_ports(3)
-    ours = {  # what differs between one member here and three in a cluster
+    ours = {  # options that differ from the cluster of three members
         "--name": "m0",
         "--data-dir": str(folder / "data"),
         "--listen-client-urls": f"https://127.0.0.1:{client}",
@@ -185,7 +185,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     }
     files = {"/tls/ca.crt": str(folder / "ca.crt"), "/tls/tls.crt": certificate, "/tls/tls.key": key}
     words = []
-    for word in given:
+    for word in arguments:
         name, _, value = word.partition("=")
         words.append(f"{name}={ours.get(name, files.get(value, value))}" if value else name)
     log = (folder / "log").open("wb")
@@ -210,13 +210,14 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         log.close()
 
 
+@pytest.mark.long
 def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str, Certificates]) -> None:
-    at, _, certificates = secured
-    with EtcdDirectory(at, tls=certificates.tls("torchweft-server")) as servers:
+    endpoint, _, certificates = secured
+    with EtcdDirectory(endpoint, tls=certificates.tls("torchweft-server")) as servers:
         lease = servers.declare(["ffn.0"], "torchweft-0.torchweft:7070", ttl=30.0)
         owned = servers.claim("ffn.0", lease)
         servers.renew(lease)
-        with EtcdDirectory(at, tls=certificates.tls("torchweft-client")) as clients, clients.watch() as watch:
+        with EtcdDirectory(endpoint, tls=certificates.tls("torchweft-client")) as clients, clients.watch() as watch:
             assert clients.get().addresses("ffn.0") == ("torchweft-0.torchweft:7070",)
             for forbidden in (
                 lambda: clients.declare(["ffn.0"], "evil:1", ttl=30.0),
@@ -229,29 +230,29 @@ def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str,
             assert clients.get().owner("ffn.0") == owned
             servers.declare(["ffn.1"], "torchweft-1.torchweft:7070", ttl=30.0)
             wait_until(lambda: watch.snapshot().addresses("ffn.1") == ("torchweft-1.torchweft:7070",))
-        with EtcdDirectory(at, tls=certificates.tls("torchweft-server"), namespace="elsewhere") as other:
+        with EtcdDirectory(endpoint, tls=certificates.tls("torchweft-server"), namespace="elsewhere") as other:
             for outside in (lambda: other.declare(["x"], "a:1", ttl=30.0), other.get):
                 with pytest.raises(RefusedByEtcdError, match="PERMISSION_DENIED"):
                     outside()
 
 
 def test_etcd_rejects_other_readers_and_writers(secured: tuple[str, str, Certificates], authority: Authority) -> None:
-    at, _, certificates = secured
-    for name in ("etcd", "somebody"):  # of etcd's authority, but no user
+    endpoint, _, certificates = secured
+    for name in ("etcd", "somebody"):  # certified by etcd's authority, but not a user
         with (
-            EtcdDirectory(at, tls=certificates.tls(name), timeout=2.0) as directory,
+            EtcdDirectory(endpoint, tls=certificates.tls(name), timeout=2.0) as directory,
             pytest.raises(DirectoryUnavailableError),
         ):
             directory.get()
-    mine = EtcdTls(certificates.authority.pem, *authority.issue("torchweft-server"))  # of the servers' authority
+    mine = EtcdTls(certificates.authority.pem, *authority.issue("torchweft-server"))  # another authority
     for wrong in (mine, EtcdTls(certificates.authority.pem), EtcdTls(), None):
-        with EtcdDirectory(at, tls=wrong, timeout=1.0) as directory, pytest.raises(DirectoryUnavailableError):
+        with EtcdDirectory(endpoint, tls=wrong, timeout=1.0) as directory, pytest.raises(DirectoryUnavailableError):
             directory.get()
     with pytest.raises(UsageError, match="give both"):
         EtcdTls(key=b"x")
 
 
-def test_a_users_certificate_makes_no_member(secured: tuple[str, str, Certificates]) -> None:
+def test_user_certificate_is_rejected_for_a_member(secured: tuple[str, str, Certificates]) -> None:
     _, peer, certificates = secured
     host, port = peer.split(":")
 

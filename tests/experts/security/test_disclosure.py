@@ -1,4 +1,4 @@
-"""What is told to whom, what a stranger can write into logs and terminals, and what is open by default."""
+"""Messages disclose only permitted facts, foreign text cannot forge logs, and no server is open by default."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def table(**more: Any) -> dict[str, Any]:
 def test_error_lists_only_permitted_experts() -> None:
     access = Access([Grant("me", "mine.*", Role.TRAIN)], {"s3cret": "me"})
     experts = build({"experts": [parse_expert(f"{name}=ffn:hidden=8") for name in ("mine.0", "theirs.0")]})
-    backends = [each.backend for each in experts._dispatcher.experts().values()]
+    backends = [served.backend for served in experts._dispatcher.experts().values()]
     with Server(backends, access=access) as server, GrpcTransport(server.address, token="s3cret") as transport:
         for uid, kind in (("mine.1", UnknownExpertError), ("theirs.0", ForbiddenError), ("theirs.1", ForbiddenError)):
             error = transport.submit(Call(Header(kind=Kind.INFO, call_id=0, uid=uid)), 5.0).exception(5.0)
@@ -42,7 +42,7 @@ def test_a_grant_without_a_client_is_for_named_ones() -> None:
     access = Access([Grant(expert="ffn.*", role=Role.TRAIN)], {"s3cret": "me"})
     assert access.role("me", "ffn.0") is Role.TRAIN
     assert access.role("", "ffn.0") is Role.NONE and not access.admits("")
-    assert Access([Grant("*", "ffn.*")]).role("", "ffn.0") is Role.TRAIN  # in so many words
+    assert Access([Grant("*", "ffn.*")]).role("", "ffn.0") is Role.TRAIN  # explicitly for all clients
     served = build(table(tokens={"s3cret": "me"}, grants=[{"expert": "*", "role": "train"}]))
     assert not access_of(served).admits("") and access_of(served).admits("me")
 
@@ -52,7 +52,7 @@ def test_a_grant_without_a_client_is_for_named_ones() -> None:
 def test_open_server_on_a_network_is_refused(address: str, more: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--insecure"):
         build(table(address=address, **more))
-    for mine in ("127.0.0.1:0", "127.8.8.8:0", "[::1]:0", "localhost:0"):  # what only this machine reaches
+    for mine in ("127.0.0.1:0", "127.8.8.8:0", "[::1]:0", "localhost:0"):  # reachable from this machine only
         build(table(address=mine))
     if not more:
         build(table(address=address, insecure=True))
@@ -90,13 +90,13 @@ def test_a_stranger_cannot_fill_the_audit_log(caplog: pytest.LogCaptureFixture) 
             audit.refused(Caller(HOSTILE * 20, "1.2.3.4:5"), "x\0" * 500, "INFO", "why " * 500)
         written = len(caplog.text.encode())
         assert written < 32 << 10 and max(map(len, caplog.messages)) < 1000
-        assert len(caplog.messages) < 40  # with those that tell how many were left out
+        assert len(caplog.messages) < 40  # including the counts of suppressed lines
         now[0] += 60.0
         caplog.clear()
         audit.refused(Caller("", "1.2.3.4:5"), "x", "INFO", "why")
         assert len(caplog.messages) == 2 and "more, too many to log each" in caplog.messages[0]
-    assert audit.counts() == {"INFO": 3001}  # nothing is lost of the numbers
-    assert max(len(each.expert) + len(each.why) + len(each.client) for each in audit.last()) < 1000
+    assert audit.counts() == {"INFO": 3001}  # suppressed lines are counted too
+    assert max(len(entry.expert) + len(entry.why) + len(entry.client) for entry in audit.last()) < 1000
 
 
 def test_foreign_text_cannot_control_a_terminal(
@@ -107,11 +107,11 @@ def test_foreign_text_cannot_control_a_terminal(
         audit.refused(Caller(HOSTILE, HOSTILE), HOSTILE, "INFO", HOSTILE)
     assert len(caplog.messages) == 1 and caplog.messages[0].isprintable()
     with Server([fussy_backend()]) as server:
-        told = server.status()
-    told["address"] = told["draining"] = HOSTILE
-    told["failures"] = {HOSTILE: HOSTILE}
-    told["refusals"] = {HOSTILE: 1}
-    monkeypatch.setattr(GrpcTransport, "status", lambda self, timeout: json.dumps(told, ensure_ascii=False).encode())
+        report = server.status()
+    report["address"] = report["draining"] = HOSTILE
+    report["failures"] = {HOSTILE: HOSTILE}
+    report["refusals"] = {HOSTILE: 1}
+    monkeypatch.setattr(GrpcTransport, "status", lambda self, timeout: json.dumps(report, ensure_ascii=False).encode())
     for words in (["status", "127.0.0.1:1"], ["status", "127.0.0.1:1", "--json"]):
         main(words)
         text = capsys.readouterr().out

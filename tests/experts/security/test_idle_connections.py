@@ -1,4 +1,4 @@
-"""TCP connections that say nothing: they end soon, and leave descriptors for those who work."""
+"""Idle TCP connections end soon and leave file descriptors for working clients."""
 
 import socket
 import sys
@@ -30,13 +30,13 @@ def test_silent_connections_leave_file_descriptors_free(tmp_path: Path) -> None:
         mine(torch.ones(2, 8)).sum().backward()
         for _ in range(2 * LIMIT):
             stack.callback(socket.create_connection((host, int(port)), 10.0).close)
-        wait_until(lambda: server.descriptors > LIMIT // 2)  # it has taken what it takes
+        wait_until(lambda: server.descriptors > LIMIT // 2)  # it has accepted its maximum
         assert server.descriptors <= LIMIT - 32
-        for step in range(2, 5):  # who is in stays in, and what is learned is saved
+        for step in range(2, 5):  # connected clients keep working, and their steps are saved
             mine(torch.ones(2, 8)).sum().backward()
             assert mine.steps == step
         wait_until(lambda: mine.describe().durable == 4)
-        with RemoteExpert("f", server.address, token="s3cret", timeout=30.0) as other:  # when the silent ones are gone
+        with RemoteExpert("f", server.address, token="s3cret", timeout=30.0) as other:  # after the silent ones ended
             assert other(torch.ones(2, 8)).shape == (2, 8)
 
 
@@ -51,7 +51,7 @@ def test_connection_without_a_stream_is_closed(encrypted: bool, monkeypatch: pyt
     with Server(address="localhost:0", tls=tls) as server:
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port)), 10.0) as silent:
-            while silent.recv(1 << 16):  # HTTP/2's first words, and then the end
+            while silent.recv(1 << 16):  # the HTTP/2 preface, then the end of the stream
                 pass
         if encrypted:
             return

@@ -1,4 +1,4 @@
-"""What a stranger can make resident, and what a client that half-sends its frames can."""
+"""Limits of the memory that a stranger, or a client with half-sent frames, can make resident."""
 
 import sys
 from contextlib import ExitStack, suppress
@@ -38,15 +38,15 @@ CLOSED = [STREAM, INFO, STATUS, STATE, REFLECTION, "/no.such/Method"]
 
 
 def pour(
-    server: Served, paths: list[str], data: bytes, connections: int, each: int, window: int = 65_535, **how: object
+    server: Served, paths: list[str], data: bytes, connections: int, calls: int, window: int = 65_535, **how: object
 ) -> list[RawHttp2]:
-    """Open so many calls of each path on each connection, and send each what it takes of ``data``."""
+    """Open ``calls`` calls per path and connection, and send as much of ``data`` as the server accepts."""
     clients: list[RawHttp2] = []
     for _ in range(connections):
         clients.append(client := RawHttp2(server.address, window=window))
         client.socket.settimeout(0.05)
-        for path in paths * each:
-            with suppress(h2.exceptions.ProtocolError, OSError):  # ended, or no room for it
+        for path in paths * calls:
+            with suppress(h2.exceptions.ProtocolError, OSError):  # closed, or the window is full
                 stream = client.open(path, **how)  # type: ignore[arg-type]
                 client.send(stream, data)
     return clients
@@ -57,14 +57,14 @@ def pour(
 @pytest.mark.parametrize("paths", [OPEN_TO_ALL, CLOSED], ids=["health", "refused"])
 def test_a_stranger_makes_at_most_64_mib_resident(paths: list[str], window: int, tmp_path: Path) -> None:
     with served(tmp_path) as server, ExitStack() as stack:
-        with RawHttp2(server.address) as client:  # what a first connection allocates
+        with RawHttp2(server.address) as client:  # one-time allocations of a first connection
             client.ping()
         before = server.resident
         for client in pour(server, paths, UNFINISHED, 4, 80 // len(paths), window):
             stack.callback(client.close)
         grown = server.resident - before
         assert grown <= PROMISED, f"{grown / MB:.0f} MB"
-        with RemoteExpert("f", server.address, token="s3cret") as remote:  # and nobody else is hurt
+        with RemoteExpert("f", server.address, token="s3cret") as remote:  # other clients still work
             assert remote(torch.ones(2, 8)).shape == (2, 8)
 
 
@@ -86,8 +86,8 @@ def test_half_sent_frames_of_clients_stay_within_total_bytes(tmp_path: Path) -> 
     unfinished = framed(bytes(MESSAGE_BYTES - 1), MESSAGE_BYTES)
     with served(tmp_path, f"options = {{ total_bytes = {most} }}") as server, ExitStack() as stack:
         before = server.resident
-        for path, data, each in ((STREAM, parts, 2), (STREAM, unfinished, 8), (INFO, unfinished, 8)):
-            for client in pour(server, [path], data, 2, each, metadata=ADMITTED):
+        for path, data, calls in ((STREAM, parts, 2), (STREAM, unfinished, 8), (INFO, unfinished, 8)):
+            for client in pour(server, [path], data, 2, calls, metadata=ADMITTED):
                 stack.callback(client.close)
         grown = server.resident - before
         assert 10 * MB < grown <= most + of_grpc, f"{grown / MB:.0f} MB"
@@ -111,8 +111,8 @@ def test_health_check_reads_no_message() -> None:
 def test_the_streams_of_one_connection_are_bounded() -> None:
     with Server() as server, RawHttp2(server.address) as client:
         client.ping()
-        told = next(each for each in client.events if isinstance(each, h2.events.RemoteSettingsChanged))
-        assert told.changed_settings[h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS].new_value == 128
+        settings = next(event for event in client.events if isinstance(event, h2.events.RemoteSettingsChanged))
+        assert settings.changed_settings[h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS].new_value == 128
 
 
 def test_unread_health_checks_are_bounded() -> None:
@@ -133,7 +133,7 @@ def test_reflection_needs_admission() -> None:
             list(ask(iter([request]), timeout=10.0))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         (answer,) = ask(iter([request]), timeout=10.0, metadata=ADMITTED)
-        assert {SERVICE, "grpc.health.v1.Health"} <= {each.name for each in answer.list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} <= {service.name for service in answer.list_services_response.service}
 
 
 def test_a_frame_of_several_messages_is_one_call() -> None:
@@ -172,7 +172,7 @@ def test_invalid_parts_end_their_stream_and_free_memory(parts: list[bytes | None
         wait_until(lambda: (budget_of(server).held, budget_of(server).streams) == (0, 0))
 
 
-def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_frame_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchweft.experts.server.grpc_server._PART_SECONDS", 0.05)
     with Server([fussy_backend()]) as server, raw_stream(server.address) as stream:
         stream.send(FIRST)
@@ -187,14 +187,14 @@ def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest
         streams = [stack.enter_context(raw_stream(server.address)) for _ in range(8)]
         for stream in streams[:7]:
             stream.send(FIRST)
-        wait_until(lambda: budget_of(server).held > 8 * MB)  # of seven; one more is beyond three quarters
+        wait_until(lambda: budget_of(server).held > 8 * MB)  # seven streams, as an eighth exceeds three quarters
         streams[7].send(FIRST)
         (answer,) = streams[7].receive()
         assert isinstance(read_fault(answer.header.data), QuotaError)
     wait_until(lambda: budget_of(server).held == 0)
 
 
-def test_a_stream_too_many_for_the_budget_is_turned_away() -> None:
+def test_stream_beyond_the_budget_is_rejected() -> None:
     options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + 1000, limits=Limits(frame_bytes=MESSAGE_BYTES))
     with (
         Server([fussy_backend()], options=options) as server,

@@ -1,4 +1,4 @@
-"""Whatever clients do, and whatever fails meanwhile: a server that ends saves what it has reached."""
+"""A server saves its experts at shutdown, whatever clients do and whichever shutdown step fails."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def test_failed_shutdown_step_does_not_prevent_saving(
     store, (first, last) = FolderCheckpointStore(tmp_path), (fussy_backend("first"), fussy_backend("last"))
     server = Server([first, last], checkpoints=store, directory=LocalDirectory(), replicas=replicas)
     server.start()
-    if broken == "experts.save":  # from here on: an owner saves what it took over, maybe with a step
+    if broken == "experts.save":  # only now: an owner already saves when it takes over
         monkeypatch.setattr(first, "state_dict", fail)
     take_step(first)
     take_step(last)
@@ -68,7 +68,7 @@ def test_failed_shutdown_step_does_not_prevent_saving(
 
 
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
-def test_a_module_that_does_not_end_holds_up_nothing_else(replicas: ReplicaOptions | None, tmp_path: Path) -> None:
+def test_hanging_module_does_not_block_shutdown(replicas: ReplicaOptions | None, tmp_path: Path) -> None:
     (gate, hung), store, directory = blocking_expert(), FolderCheckpointStore(tmp_path), LocalDirectory()
     steady, options = fussy_backend("steady"), ServerOptions(drain_seconds=0.3)
     server = Server([hung, steady], checkpoints=store, directory=directory, replicas=replicas, options=options)

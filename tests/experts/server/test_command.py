@@ -155,6 +155,7 @@ def process(tmp_path: Path) -> Any:
     child.communicate(timeout=20)
 
 
+@pytest.mark.long
 def test_terminated_server_answers_accepted_calls_and_saves(process: Any, tmp_path: Path) -> None:
     line = process.stdout.readline()
     assert " INFO torchweft: serving 1 expert at " in line

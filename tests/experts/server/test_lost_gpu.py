@@ -35,6 +35,7 @@ def serving(kind: str, folder: Path) -> "Iterator[subprocess.Popen[str]]":
         child.communicate(timeout=20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["breaking", pytest.param("look-up", marks=pytest.mark.cuda)])
 def test_a_failed_gpu_ends_the_server_with_one_message(kind: str, tmp_path: Path) -> None:
     with serving(kind, tmp_path) as child:

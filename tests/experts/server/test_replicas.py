@@ -122,6 +122,7 @@ def test_owner_hands_over_its_state_at_shutdown() -> None:
         assert backend_of(second).steps == 5
 
 
+@pytest.mark.long
 def test_a_rolling_restart_fails_no_call() -> None:
     directory, uids = LocalDirectory(), ["a", "b", "c"]
     places = [("a", "b"), ("b", "c"), ("c", "a")]

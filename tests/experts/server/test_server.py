@@ -223,6 +223,7 @@ def test_server_starts_once() -> None:
     assert server.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
 def test_silent_directory_does_not_delay_the_shutdown(replicas: ReplicaOptions | None) -> None:
     directory = Silent()

@@ -19,7 +19,10 @@ from torchweft.experts.status_page.metrics import page_status
 from torchweft.experts.status_page.recent import RecentCounters
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, and there is no chromium on the PATH")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, and there is no chromium on the PATH"),
+]
 QUIET = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"),
     *("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"),

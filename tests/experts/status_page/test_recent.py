@@ -31,6 +31,7 @@ def test_young_server_counts_from_its_start() -> None:
     assert (shown["forwards"], shown["latency"], shown["steps"], shown["saved"]) == (2.0, 500.0, 0, None)
 
 
+@pytest.mark.long
 def test_counts_cover_the_last_minute() -> None:
     """The window is at most one period longer. A slowdown after ten minutes shows within a minute."""
     recent, seconds = RecentCounters(), 0.0

@@ -55,6 +55,7 @@ def test_a_plain_checkpoint_is_loaded_by_ranks(ranks, tmp_path: Path) -> None:
         assert_equal_runs((losses, state), plain_run())
 
 
+@pytest.mark.long
 def test_replicas_save_each_tensor_once(ranks, tmp_path: Path) -> None:
     folder = tmp_path / "latest"
     for differences in ranks(4).run(weights.save_with_replicas, str(folder)):

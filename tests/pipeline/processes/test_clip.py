@@ -8,6 +8,7 @@ from tests.pipeline.processes import weights
 from torchweft.errors import UsageError
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_norm_is_that_of_all_ranks(ranks, size: int, norm_type: float) -> None:

@@ -51,6 +51,7 @@ def test_a_refusal_is_raised_on_every_rank(ranks, work, kinds: list[str], words:
     assert all(words in message for _, message in results), results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "sent", "limit"),
     [(0, signal.SIGKILL, {}), (2, signal.SIGKILL, {}), (1, signal.SIGSTOP, {"timeout": 4.0})],
@@ -71,6 +72,7 @@ def test_a_killed_or_stopped_rank_is_named(rank: int, sent: signal.Signals, limi
         assert f"rank {rank}" in message
 
 
+@pytest.mark.long
 def test_a_rank_that_skips_a_step_is_named() -> None:
     with fresh_ranks(3, timeout=4.0) as three:
         results = three.run(failing.calls_less_often)

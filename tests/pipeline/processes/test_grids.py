@@ -14,6 +14,7 @@ def test_a_pipe_per_rank_works_under_ddp(ranks) -> None:
     assert max(ranks(2).run(grids.train_pipe_per_rank)) < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
 def test_fifty_steps_equal_plain_training(ranks, schedule: str) -> None:
     assert max(ranks(2).run(grids.train_fifty_steps, schedule)) < 1e-10

@@ -253,6 +253,7 @@ def hang(how: str) -> Any:
     return str(caught.value), time.monotonic() - begun
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "words"), [("stop", "does not answer"), ("loop", "has not taken part in step 0")])
 def test_a_rank_that_hangs_is_named_by_all_others(how: str, words: str) -> None:
     with fresh_ranks(3) as three:

@@ -55,6 +55,7 @@ def test_ranks_with_several_stages_train_as_plain(ranks: Find) -> None:
     assert max(result["worst"] for result in results) <= 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HERE[:3])
 def test_parameters_on_meta_go_where_a_sample_uses_them(ranks: Find, name: str) -> None:
     results = ranks(2).run(splitting.train_beside_plain, name, "gpipe", True, True)

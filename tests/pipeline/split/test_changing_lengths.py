@@ -123,6 +123,7 @@ def test_code_that_depends_on_sizes_is_exact(code: Code) -> None:
         assert_gradients_equal(model, plain, 1e-10)
 
 
+@pytest.mark.long
 @needs_transformers
 def test_lengths_of_a_language_model_are_exact(verified: list[object]) -> None:
     """Padded batches of random sizes have the logits of the model, with far fewer verifications than recordings."""

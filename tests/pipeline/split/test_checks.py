@@ -80,6 +80,7 @@ def test_states_with_the_batch_on_another_axis_are_refused() -> None:
         assert_close(cut(model, "second", chunks=2, **settings)(x := torch.randn(4, 3, 8)), model(x))
 
 
+@pytest.mark.long
 def test_states_of_torchweft_lstm_have_the_batch_axis_of_pytorch() -> None:
     model = nn.Sequential(nn.Linear(8, 8), weft.LSTM(8, 8))
     for settings in ({"balance": [1, 1]}, {"split": ["1"]}):

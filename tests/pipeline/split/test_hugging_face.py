@@ -120,6 +120,7 @@ def test_trainer_saves_a_model_that_loads(trained: SimpleNamespace) -> None:
         assert_close(again.state_dict(), trained.pipe.model.state_dict())
 
 
+@pytest.mark.long
 def test_trainer_resumes_as_with_the_model(trained: SimpleNamespace) -> None:
     """A pipe resumes from a checkpoint of a pipe, or of the model itself."""
     weights: list[LABELS] = []

@@ -1,4 +1,4 @@
-"""Attention follows its formula row by row, over sources of different length; faults of a source are listed."""
+"""Attention follows its formula row by row, over sources of different length. Faults of a source are listed."""
 
 from typing import Any
 
@@ -76,6 +76,7 @@ def test_begin_takes_batch_first_masks_and_inner_states() -> None:
     assert Recurrent(cell)(torch.randn(3, 4, 3).double(), cell.begin(source, state=h)).outputs.output.shape == (3, 4, 4)
 
 
+@pytest.mark.long
 def test_reset_restarts_over_the_same_source() -> None:
     cell = attention("additive")
     x = torch.randn(4, 2, 3).double()

@@ -27,7 +27,7 @@ def test_all_faults_of_a_constructor_are_listed() -> None:
 
 
 def test_unknown_choices_are_rejected() -> None:
-    # The type check of the test run would come first, so the function that it wraps is called.
+    # Call the wrapped function, because the run-time type check of the tests would fail first.
     make = cells.ElmanCell.__init__.__wrapped__
     with pytest.raises(UsageError, match="nonlinearity is 'sine', wanted one of 'tanh', 'relu'"):
         make(cells.ElmanCell.__new__(cells.ElmanCell), 3, 4, True, "sine")

@@ -33,7 +33,7 @@ COMPILED = (
     *("Elman relu", "RHN", "peephole LSTM", "MI-LSTM", "minimal gated", "additive attention", "zoneout in eval"),
     *("sequence dropout", "torch's LSTM, residual"),
 )
-"""Cells that differ most in their operators. The others are `long`."""
+"""Cells whose operators differ most. The others are `long`."""
 every_plan = pytest.mark.parametrize(
     ("case", "backend"),
     [
@@ -50,11 +50,11 @@ every_plan = pytest.mark.parametrize(
         for case in ZOO
     ],
 )
-"""Cells by compiled loops, and a few by Python's, whose operators are PyTorch's."""
+"""Most cells in compiled loops, and a few in Python loops, which use the operators of PyTorch."""
 
 
 def initial_state_of(case: ZooCase, cell: Any, x: Tensor) -> Any:
-    """An initial state of tensors with gradients, none of them zero."""
+    """An initial state that is not zero, with gradients."""
     state = case.state(cell, x)
     state = cell.initial_state(x[0]) if state is None else state
     draw = torch.Generator().manual_seed(1)
@@ -125,7 +125,7 @@ def test_a_cell_keeps_to_the_dtype_of_its_weights(case: ZooCase, dtype: torch.dt
 
 @pytest.mark.filterwarnings("ignore::torchweft.recurrent.NoPlanWarning")  # in bfloat16 a plan can round too much
 @sampled()
-def test_under_autocast_a_cell_runs_and_its_state_goes_round(case: ZooCase) -> None:
+def test_cell_runs_and_carries_its_state_under_autocast(case: ZooCase) -> None:
     cell, x = case.cell(torch.float32), case.inputs(STEPS, ROWS, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         result = Recurrent(cell)(x, case.state(cell, x))
@@ -139,7 +139,7 @@ def test_all_memory_modes_give_the_same_bits(case: ZooCase, backend: str) -> Non
     (net, state), x = network(case, backend), case.inputs(11, ROWS)
     results: dict[Any, tuple[Any, Any]] = {}
     for memory in ("full", "states", "sqrt", 1 << 30):
-        net._plans._memory = memory  # so that one plan serves all of them
+        net._plans._memory = memory  # so that one plan serves all modes
         torch.manual_seed(5)
         result = net(x, state)
         parts = tuple(result[:2])

@@ -1,4 +1,4 @@
-"""Cells follow their formulas, entry by entry, and the LSTM, the GRU and the Elman cell are PyTorch's."""
+"""Cells follow their formulas, entry by entry, and the LSTM, the GRU and the Elman cell equal PyTorch's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,7 @@ State = tuple[Tensor, Tensor]
 
 
 def lstm_end(i: Tensor, f: Tensor, g: Tensor, o: Tensor, c: Tensor) -> tuple[Tensor, State]:
-    """The end of an LSTM's step."""
+    """The output and new state of an LSTM, from its gates."""
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     h = torch.sigmoid(o) * torch.tanh(c)
     return h, (h, c)
@@ -90,7 +90,7 @@ def multiplicative(cell: Any, x: Tensor, state: State) -> tuple[Tensor, State]:
 
 def convolutional(cell: Any, x: Tensor, state: State) -> tuple[Tensor, State]:
     def convolved(conv: nn.Conv2d, image: Tensor) -> Tensor:
-        """Every shift of the zero-padded image, times its weights."""
+        """The sum over all shifts of the zero-padded image, times their weights."""
         size = conv.kernel_size[0]
         padded = F.pad(image, [size // 2] * 4)
         height, width = image.shape[-2:]
@@ -152,7 +152,7 @@ def test_slstm_follows_its_formula_without_stabiliser(heads: int) -> None:
 
 @grid(shift=[-1e4, -200.0, 200.0, 1e4], dtype=[torch.float32, torch.float64])
 def test_shifted_input_gate_of_slstm_changes_nothing(shift: float, dtype: torch.dtype) -> None:
-    """Its exponential would be out of range."""
+    """Without the stabiliser, the exponential of the gate would be out of range."""
     torch.manual_seed(0)
     cell = cells.SLSTMCell(3, 4, 2).to(dtype)
     x = torch.randn(20, 2, 3, dtype=dtype)
@@ -175,7 +175,7 @@ def test_initial_parameters_are_as_published() -> None:
 
 @pytest.mark.parametrize("make", [cells.LSTMCell, cells.GRUCell])
 def test_recurrent_dropout_drops_candidates_only(make: Any) -> None:
-    """With another mask in every step; the share of the old state is never dropped."""
+    """The mask differs in every step, and the share of the old state is never dropped."""
     torch.manual_seed(0)
     cell = make(3, 100, recurrent_dropout=0.25).double()
     x, h, c = torch.randn(50, 3).double(), torch.randn(50, 100).double(), torch.randn(50, 100).double()

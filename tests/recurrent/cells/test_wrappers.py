@@ -125,6 +125,7 @@ def test_chunks_continue_with_their_masks() -> None:
     assert equal(torch.cat([first.outputs, second.outputs]), whole.outputs)
 
 
+@pytest.mark.long
 def test_eval_mode_drops_and_draws_nothing() -> None:
     cell = cells.LSTMCell(3, 4)
     dropout = Recurrent(cells.SequenceDropout(cell, inputs=0.5, states=0.5))
@@ -138,7 +139,7 @@ def test_eval_mode_drops_and_draws_nothing() -> None:
 
 
 class Ones(nn.Module):
-    """A cell whose new states are all ones; it counts steps, and passes a constant on."""
+    """A cell whose new states are ones. It also counts steps, and passes a constant through."""
 
     def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
         h = torch.ones_like(state["h"])
@@ -166,7 +167,7 @@ def test_zoneout_keeps_old_entries_at_the_rate_of_a_state() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_zoneout_at_rates_zero_and_one(training: bool) -> None:
-    """One keeps all entries; zero keeps none, and draws nothing."""
+    """Rate one keeps all entries. Rate zero keeps none, and draws nothing."""
     for rate, level in ((0.0, 1.0), (1.0, 0.0)):
         state, before = zero_state(), torch.random.get_rng_state()
         _, new = cells.Zoneout(Ones(), rate).train(training)(X, state)

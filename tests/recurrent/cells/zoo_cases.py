@@ -1,4 +1,4 @@
-"""Every cell and wrapper of the zoo, small, with inputs, for the laws about all of them."""
+"""Small cases of every cell and wrapper of the zoo, with inputs, for the laws of all cells."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ INPUT, HIDDEN, SOURCE, MEMORY = 3, 4, 5, 2
 
 @dataclass(frozen=True)
 class ZooCase:
-    """A cell to run under `Recurrent`; ``random`` if it draws random numbers, in a step or in its initial state."""
+    """A cell to run under `Recurrent`. It is ``random`` if it draws numbers in a step or for its initial state."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -23,19 +23,19 @@ class ZooCase:
     random: bool = False
 
     def cell(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """The same cell each time, in training."""
+        """The same cell for each call, in training mode."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return self.make().to(dtype)
 
     def inputs(self, steps: int, rows: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The same sequence each time, T x N x ..., with a gradient."""
+        """The same sequence for each call, T x N x ..., with gradients."""
         draw = torch.Generator().manual_seed(steps * 100 + rows)
         x = torch.randn(steps, rows, *self.shape, generator=draw, dtype=torch.float64)
         return x.to(dtype).requires_grad_()
 
     def state(self, cell: nn.Module, x: Tensor) -> Any:
-        """An initial state for cells that have none; its source has a gradient."""
+        """An initial state for cells with attention, whose source has gradients. None for other cells."""
         attention = next((part for part in cell.modules() if isinstance(part, cells.AttentionCell)), None)
         if attention is None:
             return None
@@ -85,6 +85,6 @@ SAMPLE = ("Elman", "layer norm LSTM", "GRU recurrent dropout", "ConvLSTM", "sLST
 
 
 def sampled(cases: list[ZooCase] = ZOO) -> pytest.MarkDecorator:
-    """A few cells that differ most, for laws that depend little on the cell; the others are `long`."""
+    """Parametrize by a few very different cells, for laws that depend little on the cell. The others are `long`."""
     rows = [pytest.param(case, id=case.name, marks=[] if case.name in SAMPLE else [pytest.mark.long]) for case in cases]
     return pytest.mark.parametrize("case", rows)

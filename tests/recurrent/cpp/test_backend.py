@@ -20,7 +20,7 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("optimized_cells")]
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads; it is restored after the test."""
+    """Function that sets the number of threads until the end of the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -54,11 +54,12 @@ WIDE: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "rows"), WIDE.values(), ids=WIDE)
 def test_any_number_of_threads_gives_the_same_bits(
     make: Callable[[], nn.Module], rows: int, set_threads: Callable[[int], None], thread_counts: list[int]
 ) -> None:
-    """Without OpenMP, the caller's thread does; and the work of a chunk, not of a step, decides on threads."""
+    """One thread without OpenMP gives the same bits too. The work of a chunk, not of a step, decides on threads."""
     net = planned(make(), "c", verify="never")
     x = torch.randn(100, rows, 64, requires_grad=True)
     set_threads(1)
@@ -66,9 +67,9 @@ def test_any_number_of_threads_gives_the_same_bits(
     for threads in (2, 3):
         set_threads(threads)
         net(x[:2])
-        assert set(thread_counts) == {1}, "two steps are not worth more threads"
+        assert set(thread_counts) == {1}, "two steps have too little work for more threads"
         assert equal(results_and_gradients(net, x), single)
-        assert threads in thread_counts, "a hundred steps are"
+        assert threads in thread_counts, "a hundred steps have enough work"
         thread_counts.clear()
     bind, pointers = cpp_backend.kernels().torchweft_bind_openmp, ctypes.c_void_p * 3
     try:
@@ -156,6 +157,7 @@ class GuardedPool:
         return all(bool((mark == MARK).all()) for mark in marks)
 
 
+@pytest.mark.long
 @grid(make=[cells.LSTMCell, cells.LayerNormLSTMCell], threads=[1, 3])
 def test_nothing_is_written_beyond_the_workspace(
     make: type[torch.nn.Module], threads: int, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Unusual cells in compiled loops: the numbers of the eager loop, for any threads, chunks and memory."""
+"""Unusual cells in compiled loops give the results of the eager loop, for any threads, chunks and memory mode."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ def twice(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Contrived(NamedTuple):
-    """A step, the shapes of its weights and of its states; None stands for a state of integers."""
+    """A step, and the shapes of its weights and states. None stands for a state of integers."""
 
     step: Callable[[Any, Tensor, Any], tuple[Any, Any]]
     weights: dict[str, tuple[int, ...]]
@@ -119,7 +119,7 @@ SELDOM = (
     "a weight in batches",
     "a carried gradient is known before the main loop",
 )
-"""Those whose parts occur in other ones too."""
+"""Cells whose features occur in other cells too."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Compiled libraries on disk: reused, never torn, never another user's; without a compiler, networks still run."""
+"""Compiled libraries on disk are reused, never torn, and never another user's. A compiler is optional."""
 
 import os
 import stat
@@ -26,7 +26,7 @@ CACHED = (
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache; facts about this machine are forgotten before and after."""
+    """The folder of an empty cache. Cached facts about this machine are cleared before and after."""
     monkeypatch.setenv("TORCHWEFT_CACHE", str(tmp_path / "cache"))
     for function in CACHED:
         function.cache_clear()
@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that are run."""
+    """Records the commands that are run."""
     run, seen = subprocess.run, list[list[str]]()
 
     def recorded(command: list[str], **options: object) -> object:
@@ -51,7 +51,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @needs_compiler
 def test_libraries_are_reused_by_text_and_flags(place: Path, commands: list[list[str]]) -> None:
-    """All files are for their owner alone, and leftovers of a killed compilation are removed."""
+    """Only their owner can read the files, and leftovers of a killed compilation are removed."""
     for name, age in (("compiling-old", 1000.0), ("compiling-new", None)):
         (place / name).mkdir(parents=True)
         if age is not None:
@@ -72,7 +72,7 @@ def test_libraries_are_reused_by_text_and_flags(place: Path, commands: list[list
 def test_further_flags_apply_to_loops_of_cells(
     place: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are part of the key, and cannot undo the flag for equal bits. Matrix products never get them."""
+    """The flags are part of the key, and cannot override the flag for equal bits. Matrix products never get them."""
     monkeypatch.delenv("TORCHWEFT_CXXFLAGS", raising=False)
     load(TEXT, exact=True)
     load(TEXT, exact=False)
@@ -88,7 +88,7 @@ def test_further_flags_apply_to_loops_of_cells(
 @needs_compiler
 @pytest.mark.parametrize("broken", ["empty", "text", "the head", "a flipped bit"])
 def test_torn_library_is_compiled_again(place: Path, broken: str, commands: list[list[str]]) -> None:
-    """Mapping a file without its end would end the process by a bus error."""
+    """Mapping a truncated file would kill the process by a bus error."""
     load(TEXT, exact=True)
     (path,) = place.iterdir()
     content = path.read_bytes()
@@ -205,8 +205,9 @@ def test_cache_folder_follows_the_environment(place: Path, monkeypatch: pytest.M
     assert not cache_folder().is_relative_to(place) and cache_folder().is_dir()
 
 
+@pytest.mark.long
 def test_networks_run_without_a_compiler(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And say why they are not compiled."""
+    """The reason is part of `why`."""
     monkeypatch.setenv("CXX", "/nonexistent")
     monkeypatch.setenv("PATH", os.fspath(place))
     with pytest.raises(CompileError, match="install g"):

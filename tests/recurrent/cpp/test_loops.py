@@ -46,7 +46,7 @@ def compute(name: str, x: Tensor, y: Tensor | None = None) -> Tensor:
 
 
 def numbers(dtype: torch.dtype) -> Tensor:
-    """Numbers of every size, dense where the functions bend, and both sides of every border."""
+    """Numbers of every magnitude, dense where the functions curve, and on both sides of every branch."""
     magnitudes = torch.logspace(math.log10(torch.finfo(dtype).tiny), 3, 20_001, dtype=torch.float64)
     dense = torch.linspace(-120, 120, 100_001, dtype=torch.float64)
     borders = torch.tensor([0.625, 0.6249999, 88.0, 88.72, 89.0, 104.0, 709.78, 710.0, 746.0]).double()
@@ -54,7 +54,7 @@ def numbers(dtype: torch.dtype) -> Tensor:
 
 
 def largest_error(result: Tensor, expected: Tensor) -> float:
-    """The largest distance in units in the last place; subnormal results count by their own unit."""
+    """The largest distance in units in the last place. Subnormal results use their own unit."""
     dtype = result.dtype
     assert torch.equal(result.isnan(), expected.isnan())
     rounded = expected.to(dtype)
@@ -85,7 +85,7 @@ def test_gate_functions_err_by_a_few_units(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_special_numbers_give_what_pytorch_gives(dtype: torch.dtype) -> None:
+def test_special_numbers_give_the_results_of_pytorch(dtype: torch.dtype) -> None:
     x = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
     for name in (*GATES, "sqrt", "abs", "log", "expm1", "log1p", "sign"):
         result, expected = compute(name, x), getattr(torch, name)(x)
@@ -108,7 +108,7 @@ def test_tanh_is_odd_and_gates_keep_their_bounds(dtype: torch.dtype) -> None:
 def test_functions_of_two_numbers_are_pytorchs(dtype: torch.dtype) -> None:
     values = torch.tensor([*SPECIAL[:6], 1.0, -1.0, 2.0, 3.0, 0.5, -2.5], dtype=torch.float64).to(dtype)
     x, y = torch.cartesian_prod(values, values).unbind(1)
-    pytorch_errs = (x == -math.inf) & (y == 0.5)  # NaN or infinity, by release
+    pytorch_errs = (x == -math.inf) & (y == 0.5)  # NaN or infinity, depending on the release
     x, y = x[~pytorch_errs], y[~pytorch_errs]
     for name, function in (("max", torch.maximum), ("min", torch.minimum), ("pow", torch.pow), ("atan2", torch.atan2)):
         tolerance = 4 * torch.finfo(dtype).eps

@@ -120,7 +120,7 @@ PARTLY_KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "filled at an index": lambda x: x.clone().index_fill_(1, torch.tensor([1]), 0.0),
     "places of another's": lambda x: x.gather(1, x.sort(1).indices),
 }
-"""Loops in C know some of these, and PyTorch or another backend runs the others."""
+"""Compiled loops support some of these. PyTorch or another backend runs the others."""
 DRAW = torch.Generator().manual_seed(2)
 X, H = (torch.randn(*shape, generator=DRAW).double().requires_grad_() for shape in ((4, 2, 4), (2, 4)))
 
@@ -141,6 +141,7 @@ class Viewing(nn.Module):
 GROUPS = [[*VIEWS][i::4] for i in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
 def test_views_products_and_reductions_are_pytorchs(names: list[str]) -> None:
     as_the_loop(Viewing([VIEWS[name] for name in names]), "c", X, H, verify="never")
@@ -154,7 +155,7 @@ def test_partly_known_operators_are_never_wrong(view: Callable[[Tensor], Tensor]
 
 
 def test_decomposition_that_writes_is_rejected() -> None:
-    """PyTorch 2.13's own for padding allocates and copies, which a graph of pure operators does not show."""
+    """PyTorch 2.13 decomposes padding into an allocation and a copy, which a graph of pure operators does not show."""
 
     def padded(x: Tensor, pad: list[int], value: float = 0.0) -> Tensor:
         left, right = pad

@@ -96,7 +96,7 @@ def nearly_equal(result: Tensor, expected: Tensor) -> bool:
 def test_products_with_factors_are_pytorchs(beta: float, alpha: float) -> None:
     weight, x, state = torch.randn(3, 4).double(), torch.randn(5, 2, 3).double(), torch.randn(2, 4).double()
     if beta == 0:
-        state[0, 0] = math.nan  # a factor of 0 drops even that
+        state[0, 0] = math.nan  # a factor of 0 drops even NaN
     as_the_loop(lambda x, h: (torch.addmm(h, x, weight, beta=beta, alpha=alpha),) * 2, "c", x, state, verify="never")
 
 

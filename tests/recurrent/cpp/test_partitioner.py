@@ -1,4 +1,4 @@
-"""Partition: operators that PyTorch runs outside the loops, and rows that need no products."""
+"""Partition: operators that PyTorch runs outside the loops, and rows that products can skip."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ ROWS, WIDTH, WORDS = 3, 4, 7
 
 
 def unknown(x: Tensor) -> Tensor:
-    """An operator that C knows neither forward nor backward."""
+    """An operator that compiled loops support neither forward nor backward."""
     return x.sort(1).values
 
 
@@ -54,7 +54,7 @@ def tied_embedding(net: Outside, x: Tensor, h: Tensor) -> tuple[Any, Tensor]:
 
 
 def at_both_ends(net: Outside, x: Tensor, h: Tensor) -> tuple[Any, Tensor]:
-    """Before and after the loops, with views between, an output that is not a state, and one that is an input."""
+    """Unknown operators before and after the loops, views between, and outputs that are inputs or not states."""
     new = net.step(unknown(x @ net.u)[:, :2].repeat(1, 2), h)
     return (unknown(torch.cat([new, x], 1))[:, 1:5] * h, new, x, unknown(x)), new
 
@@ -103,6 +103,7 @@ def test_unknown_operators_run_outside_the_loops(name: str, lengths: tuple[int, 
     as_the_loop(Outside(AROUND[name]), "c", *inputs_of(name), verify="never", **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["both ends", "a tied embedding"])
 def test_all_memory_modes_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchweft.recurrent.cpp.cpp_backend.chunk_length", lambda *_: 2)
@@ -172,8 +173,9 @@ CELLS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
 }
 
 
+@pytest.mark.long
 def test_only_padding_is_skipped() -> None:
-    """If a step mixes rows, only in its gradient."""
+    """A step that mixes rows skips padding only in its gradient. Without padding, nothing is skipped."""
     x = torch.randn(T, N, D, dtype=torch.float64).requires_grad_()
     mixing = planned(Step(lambda z, h: torch.tanh(z - z.mean(0))).double(), "c", verify="never")
     mixing(x, lengths=LENGTHS)
@@ -193,9 +195,10 @@ MASKS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "counts"), CELLS.values(), ids=CELLS)
 def test_products_skip_rows_of_padding(make: Callable[[], nn.Module], counts: tuple[int, int]) -> None:
-    """And the results and gradients are those of the eager loop."""
+    """Results and gradients equal the eager loop."""
     for name, mask in MASKS.items():
         x = torch.randn(T, N, D, dtype=torch.float64).masked_fill(~mask[..., None], torch.nan).requires_grad_()
         net = as_the_loop(make().double(), "c", x, mask=mask, memory="full" if name == "lengths" else "states")

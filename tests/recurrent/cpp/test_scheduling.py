@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import at_once
-from tests.recurrent.step_cases import Told
+from tests.recurrent.step_cases import TorchCell
 from torchweft.recurrent import cells
 from torchweft.recurrent.capture import capture
 from torchweft.recurrent.cpp.ir import (
@@ -38,9 +38,9 @@ def lower_cell(cell: nn.Module) -> Lowered:
 
 
 CELLS: dict[str, Callable[[], nn.Module]] = {
-    "torch's LSTM": lambda: Told(nn.LSTMCell(INPUT, HIDDEN)),
-    "torch's GRU": lambda: Told(nn.GRUCell(INPUT, HIDDEN)),
-    "torch's RNN": lambda: Told(nn.RNNCell(INPUT, HIDDEN)),
+    "torch's LSTM": lambda: TorchCell(nn.LSTMCell(INPUT, HIDDEN)),
+    "torch's GRU": lambda: TorchCell(nn.GRUCell(INPUT, HIDDEN)),
+    "torch's RNN": lambda: TorchCell(nn.RNNCell(INPUT, HIDDEN)),
     "zoo's LSTM": lambda: cells.LSTMCell(INPUT, HIDDEN),
     "zoo's GRU": lambda: cells.GRUCell(INPUT, HIDDEN),
     "layer norm LSTM": lambda: cells.LayerNormLSTMCell(INPUT, HIDDEN),
@@ -83,7 +83,7 @@ def test_values_are_computed_before_their_readers(make: Callable[[], nn.Module])
 
 
 def test_pre_activations_are_never_stored() -> None:
-    """And the gates' gradients are computed in their places within a concatenation."""
+    """The gradients of the gates are also written directly into their slots of the concatenation."""
     lowered = lower_cell(cells.LSTMCell(INPUT, HIDDEN))
     groups = [group for phase in lowered.forward.phases for group in phase.groups if len(group) > 1]
     fused = [value for group in groups for value in group]

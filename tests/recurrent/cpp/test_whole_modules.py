@@ -26,7 +26,7 @@ Step = Callable[[Any, Tensor], Tensor]
 
 
 class Stepping(nn.Module):
-    """h = tanh(mean of step(self, W x + h)), with a weight near the unit matrix; every step's result is an output."""
+    """h = tanh(mean of step(self, W x + h)), with a weight near the unit matrix. Every step's result is an output."""
 
     def __init__(self, *steps: Step, **parts: nn.Module) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ GROUPS: dict[str, Callable[[], Stepping]] = {
 @needs_compiler
 @pytest.mark.parametrize("make", GROUPS.values(), ids=GROUPS)
 def test_modules_run_in_c(make: Callable[[], Stepping]) -> None:
-    """By backend "auto" too."""
+    """Backend "auto" selects C too."""
     torch.manual_seed(0)
     cell, x, h = make(), torch.randn(5, 4, 3).double().requires_grad_(), torch.randn(4, H).double().requires_grad_()
     as_the_loop(cell, "c", x, h)
@@ -115,7 +115,7 @@ class Mamba(nn.Module):
 
 
 class TuringHead(nn.Module):
-    """A head of a neural Turing machine: it addresses by content and by shifts, writes, and reads."""
+    """The head of a neural Turing machine: addresses by content and by shifts, writes, and reads."""
 
     def __init__(self, width: int, rows: int, size: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_states_and_models_of_16_bits_run_in_c(
 
 
 class Rounded(nn.Module):
-    """Carries its state, and returns it, in few bits."""
+    """Carries and returns its state in reduced precision."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Rounded(nn.Module):
 @needs_compiler
 @pytest.mark.parametrize("dtype", REDUCED_PRECISION)
 def test_numbers_of_16_bits_are_rounded_as_in_pytorch(dtype: torch.dtype) -> None:
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)  # one of each
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)  # every number of 16 bits
     some = torch.cat([every.float(), every.float() * 1.0005, torch.randn(1000) * 1e5, torch.randn(1000) * 1e-6])
 
     def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def test_numbers_of_16_bits_are_rounded_as_in_pytorch(dtype: torch.dtype) -> Non
     ids=["python", "c", "a state in python"],
 )
 def test_singular_matrix_raises(step: Step, backend: str) -> None:
-    """As in the eager loop, although a plan computes the inverse without checking it."""
+    """The error is that of the eager loop, although a plan computes the inverse without a check."""
     cell, x = Stepping(step), torch.randn(3, 2, 3).double()
     net = planned(cell, backend)
     net(x, torch.randn(2, H).double())
@@ -228,7 +228,7 @@ def test_singular_matrix_raises(step: Step, backend: str) -> None:
 
 @needs_compiler
 def test_index_out_of_range_hits_no_other_element() -> None:
-    """Two indices become one. An index out of range along one axis gives NaN, not an element of the next row."""
+    """Two indices are combined into one. An index out of range along an axis gives NaN, not the next row's element."""
     cell = Stepping(lambda cell, h: h * h.view(-1, 2, 4)[:, cell.at, cell.at].sum(-1, keepdim=True))
     cell.register_buffer("at", torch.tensor([0, 1]))
     net, x, h = Recurrent(cell, backend="c"), torch.randn(3, 2, 3).double(), torch.randn(2, H).double()
@@ -252,7 +252,7 @@ def test_failure_in_c_leads_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @by_plan
 def test_cancellation_does_not_reject_a_right_plan(backend: str) -> None:
-    """A norm of two elements is nearly a sign: in float32 its gradient is noise, in the eager loop as in the plan."""
+    """A norm over two elements is nearly a sign. In float32 its gradient is noise, in the eager loop as in a plan."""
     torch.manual_seed(1)
     cell = Stepping(lambda cell, h: cell.norm(h), norm=nn.GroupNorm(4, H)).float()
     for seed in range(5):

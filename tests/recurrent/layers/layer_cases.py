@@ -1,4 +1,4 @@
-"""What the tests of the layers share: every drop-in beside torch's own, and layers for stacks."""
+"""Cases for the tests of layers: each drop-in layer with its counterpart in torch, and layers for stacks."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def pair(kind: str, how: dict[str, Any] | None = None, **options: Any) -> tuple[
 
 
 def first_state(layer: nn.RNNBase, rows: int | None) -> Any:
-    """A random initial state that learns; rows None: for one row."""
+    """A random initial state with gradients. Without `rows`, it has no batch axis."""
     count = layer.num_layers * (2 if layer.bidirectional else 1)
     widths = [layer.proj_size or HIDDEN, HIDDEN] if isinstance(layer, nn.LSTM) else [HIDDEN]
     sizes = [(count, width) if rows is None else (count, rows, width) for width in widths]
@@ -37,7 +37,7 @@ def everything(layer: nn.Module, result: Any, wrt: list[Tensor]) -> list[Tensor]
 
 
 def layers(count: int, **options: Any) -> list[Recurrent]:
-    """Networks of torch's cells, WIDTH wide throughout, in double precision."""
+    """Networks of torch's cells in double precision, with inputs and states of size WIDTH."""
     kinds = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
     options = {"backend": "eager", **options}
     return [Recurrent(kinds[i % 3](WIDTH, WIDTH).double(), **options) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Caffe2's contract: all states, rows of different length, one product for all inputs, weights to and from torch."""
+"""Contract of Caffe2's LSTM: all states, rows of any length, one product for all inputs, weights to and from torch."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ from torchweft.recurrent.layers import Caffe2LSTM
 
 
 def reference(layer: Caffe2LSTM, x: Any, lengths: list[int], state: Any) -> tuple[Any, ...]:
-    """Every row alone, step by step, from the formulas."""
+    """Run every row alone, step by step, by the formulas."""
     size, per_row = layer.dim_out, []
     for n, length in enumerate(lengths):
         h, c = (part[n] for part in state)
@@ -60,17 +60,17 @@ def test_rows_keep_last_states_and_padding_has_no_gradient(
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_weights_convert_from_and_to_torch(bias: bool) -> None:
-    whole = nn.LSTM(3, 4, bias=bias).double()
-    layer = Caffe2LSTM.from_torch(whole, forget_bias=0.7, backend="eager")
+    theirs = nn.LSTM(3, 4, bias=bias).double()
+    layer = Caffe2LSTM.from_torch(theirs, forget_bias=0.7, backend="eager")
     x = torch.randn(5, 2, 3).double()
-    expected, (h, c) = whole(x)
+    expected, (h, c) = theirs(x)
     for seen in (layer(x), layer(x, [5, 5], None)):
         close([seen.hidden_all, seen.hidden_last, seen.cell_last], [expected, h[0], c[0]])
         close([seen.cell_all[-1]], [c[0]])
     back = layer.to_torch()
     close([back(x)[0]], [expected])
     if bias:
-        close(list(back.parameters()), list(whole.parameters()), 1e-15)
+        close(list(back.parameters()), list(theirs.parameters()), 1e-15)
     assert layer.forget_bias == 0.7 and layer.how == {"backend": "eager"}
 
 
@@ -87,7 +87,7 @@ def test_unsupported_features_are_listed_together() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Notes the number of rows of every matrix product."""
+    """Records the number of rows of every matrix product."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers inside a compiled model: those made of networks go into one graph, drop-ins for torch's stay out.
+"""Layers in a compiled model: those made of networks join its graph, drop-ins for torch's layers stay outside.
 
 Each program runs in a separate process, because the type checks of the tests would be compiled too.
 """

@@ -1,4 +1,4 @@
-"""Stacks of layers, and bidirectional networks, in which rows are read backward within their own length."""
+"""Stacks of layers, and bidirectional networks, which reverse each row within its own length."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchweft.recurrent.layers.composite import SequenceAxes, reverse
 
 
 def by_hand(stack: Stack, x: Tensor, **tables: Any) -> tuple[Tensor, list[Any], list[Any]]:
-    """The layers one by one."""
+    """Run the layers of a stack one by one."""
     last, states = [], []
     for i, layer in enumerate(stack.layers):
         result = layer(x, **tables)
@@ -38,11 +38,11 @@ def test_stack_equals_its_layers_one_by_one(options: dict[str, Any]) -> None:
     stack = Stack(layers(3), **options)
     x = torch.randn(6, 4, WIDTH).double().requires_grad_()
     for tables in ({}, {"lengths": [6, 3, 0, 2]}, {"mask": torch.rand(6, 4) < 0.7, "reset": torch.rand(6, 4) < 0.3}):
-        found = []
+        results = []
         for run in (stack, lambda *a, **k: by_hand(stack, *a, **k)):
             torch.manual_seed(2)
-            found.append(everything(stack, tuple(run(x, **tables)), [x]))
-        close(*found)
+            results.append(everything(stack, tuple(run(x, **tables)), [x]))
+        close(*results)
 
 
 def test_stack_state_continues_a_stream() -> None:
@@ -117,9 +117,9 @@ def test_backward_network_gets_each_row_reversed(steps: int, rows: int, batch_fi
     mask = torch.rand(steps, rows) < 0.8
     reset = torch.rand(steps, rows) < 0.3
     within = torch.arange(steps)[:, None] < torch.tensor(lengths)
-    wanted = per_row(one, x, state, mask & within, reset & within, state)
-    cuts = torch.cat([(reset & within)[1:], torch.zeros(1, rows, dtype=torch.bool)])  # behind a step, not before it
-    turned = per_row(other, flip(x), back, flip(mask & within), flip(cuts), back)
+    forward_rows = per_row(one, x, state, mask & within, reset & within, state)
+    cuts = torch.cat([(reset & within)[1:], torch.zeros(1, rows, dtype=torch.bool)])  # after a step, not before it
+    backward_rows = per_row(other, flip(x), back, flip(mask & within), flip(cuts), back)
 
     def first(value: Any) -> Any:
         return map_leaves(lambda leaf: leaf if leaf is None or not batch_first else leaf.transpose(0, 1), value)
@@ -127,11 +127,11 @@ def test_backward_network_gets_each_row_reversed(steps: int, rows: int, batch_fi
     given = map_leaves(lambda leaf: leaf.transpose(0, 1) if batch_first else leaf, x)
     tables = {"mask": mask.t(), "reset": reset.t()} if batch_first else {"mask": mask, "reset": reset}
     seen = net(given, (state, back), lengths=lengths, **tables)
-    close(seen.outputs, (first(wanted[0]), first(flip(turned[0]))))
-    close(seen.last, (wanted[1], turned[1]))
-    close(seen.states, (first(wanted[2]), first(flip(turned[2]))))
+    close(seen.outputs, (first(forward_rows[0]), first(flip(backward_rows[0]))))
+    close(seen.last, (forward_rows[1], backward_rows[1]))
+    close(seen.states, (first(forward_rows[2]), first(flip(backward_rows[2]))))
     learned = [*floats((x, state, back)), *net.parameters()]
-    expected = ((first(wanted[0]), first(flip(turned[0]))), (wanted[1], turned[1]))
+    expected = ((first(forward_rows[0]), first(flip(backward_rows[0]))), (forward_rows[1], backward_rows[1]))
     close(gradients((seen.outputs, seen.last), learned), gradients(expected, learned))
 
 
@@ -155,10 +155,10 @@ def test_merge_by_cat_sum_or_a_function() -> None:
 def test_packed_inputs_give_packed_outputs(make: Any, batch_first: bool) -> None:
     net, x, lengths = make(layers(2, batch_first=batch_first)), torch.randn(5, 3, WIDTH).double(), [2, 5, 3]
     packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
-    seen, wanted = net(packed), net(x.transpose(0, 1) if batch_first else x, lengths=lengths)
-    again = pack_padded_sequence(wanted.outputs, torch.tensor(lengths), batch_first, enforce_sorted=False)
+    seen, padded = net(packed), net(x.transpose(0, 1) if batch_first else x, lengths=lengths)
+    again = pack_padded_sequence(padded.outputs, torch.tensor(lengths), batch_first, enforce_sorted=False)
     assert torch.equal(seen.outputs.data, again.data) and torch.equal(seen.outputs.batch_sizes, again.batch_sizes)
-    close((seen.last, seen.states), (wanted.last, wanted.states), 0)
+    close((seen.last, seen.states), (padded.last, padded.states), 0)
     with pytest.raises(UsageError, match="has its own"):
         net(packed, lengths=lengths)
 
@@ -176,7 +176,7 @@ def test_default_backward_network_has_its_own_weights() -> None:
 def test_faults_of_bidirectional_networks_are_reported() -> None:
     one, other = layers(2)
     with pytest.raises(UsageError) as usage:
-        # The run-time type check of the tests would come first, so the function behind it is called.
+        # Call the wrapped function, because the run-time type check of the tests would fail first.
         make = Bidirectional.__init__.__wrapped__
         make(Bidirectional.__new__(Bidirectional), one, Recurrent(other.cell, batch_first=True), "mean")
     assert fault_lines(usage) == [

@@ -1,4 +1,4 @@
-"""A drop-in layer has the results of torch's for all options, and is a layer of torch in all other respects."""
+"""A drop-in layer has the interface of torch's layer, and its results for all options."""
 
 import copy
 import pickle
@@ -53,10 +53,10 @@ def test_drop_in_equals_torch(kind: str, data: st.DataObject) -> None:
     order, first = form == "packed in order", chosen["batch_first"]
     lengths = torch.tensor(sorted(lengths, reverse=True) if order else lengths)
     packed = [pack_padded_sequence(x, lengths, batch_first=first, enforce_sorted=order) for _ in range(2)]
-    (expected, wanted_last), (seen, last) = theirs(packed[0], hx), ours(packed[1], hx)
+    (expected, expected_last), (seen, last) = theirs(packed[0], hx), ours(packed[1], hx)
     for one, other in zip(seen[1:], expected[1:], strict=True):
         assert one is other is None or torch.equal(one, other)
-    close(everything(ours, (seen.data, last), wrt), everything(theirs, (expected.data, wanted_last), wrt))
+    close(everything(ours, (seen.data, last), wrt), everything(theirs, (expected.data, expected_last), wrt))
 
 
 @grid(kind=KINDS, packed=[False, True])
@@ -77,12 +77,12 @@ def test_dropout_between_layers_draws_torchs_numbers(kind: str, packed: bool) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_constructor_keys_and_initial_weights_equal_torch(kind: str) -> None:
     theirs, ours = DROP_INS[kind]
-    made = []
+    states = []
     for layer in (theirs, ours):
         torch.manual_seed(3)
-        made.append(layer(WIDTH, HIDDEN, num_layers=2, bidirectional=True).state_dict())
-    assert list(made[0]) == list(made[1])
-    assert all(torch.equal(made[0][key], made[1][key]) for key in made[0])
+        states.append(layer(WIDTH, HIDDEN, num_layers=2, bidirectional=True).state_dict())
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert isinstance(ours(WIDTH, HIDDEN), theirs)
     for arguments in ({"hidden_size": 0}, {"hidden_size": HIDDEN, "dropout": 2.0}):
         with pytest.raises(ValueError) as expected:
@@ -134,7 +134,7 @@ def test_copy_computes_with_its_own_weights(way: str, kind_and_backend: tuple[st
         assert not {id(p) for p in again.parameters()} & {id(p) for p in ours.parameters()}
         assert not torch.equal(again(x)[0], ours(x)[0])
     assert list(again.state_dict()) == list(theirs.state_dict())
-    assert b"Recurrent" not in pickle.dumps(ours), "networks are made anew"
+    assert b"Recurrent" not in pickle.dumps(ours), "networks are rebuilt, not pickled"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,13 +166,13 @@ def test_functional_call_uses_its_weights(kind: str) -> None:
 def test_output_and_last_state_can_be_overwritten(kind: str, chosen: dict[str, Any]) -> None:
     theirs, ours = pair(kind, {"backend": "python", "verify": "never"}, **chosen)
     x = torch.randn(4, 2, WIDTH).double().requires_grad_()
-    found = []
+    results = []
     for layer in (theirs, ours):
         out, last = layer(x)
-        for each in last if isinstance(last, tuple) else (last,):
-            each.mul_(2)
-        found.append(everything(layer, (nn.functional.relu_(out), last), [x]))
-    close(found[1], found[0])
+        for state in last if isinstance(last, tuple) else (last,):
+            state.mul_(2)
+        results.append(everything(layer, (nn.functional.relu_(out), last), [x]))
+    close(results[1], results[0])
     assert "loop_back" in ours.explain()
 
 
@@ -221,7 +221,7 @@ def test_initial_state_is_checked_against_the_input() -> None:
         pair("LSTM")[1](torch.zeros(5, 2, WIDTH).double(), torch.zeros(1, 2, HIDDEN).double())
     with pytest.raises(LayerInputError, match="wanted T x N x D, or T x D for one row"):
         pair("GRU")[1](torch.zeros(2, 2, 2, WIDTH).double())
-    for kind in (SpecError, TypeError, ValueError, RuntimeError):  # the kinds that torch raises
+    for kind in (SpecError, TypeError, ValueError, RuntimeError):  # the classes of torch's own errors
         assert issubclass(LayerInputError, kind)
 
 
@@ -232,18 +232,18 @@ def test_dtypes_can_differ_under_autocast() -> None:
 
 
 def test_cache_is_refreshed_only_for_replaced_tensors() -> None:
-    made, beside = [], WeightKeyedCache[int]()
+    made, cache = [], WeightKeyedCache[int]()
     weights = [torch.zeros(1), torch.ones(1)]
 
     def make() -> int:
         made.append(1)
         return len(made)
 
-    assert [beside.get(weights, make), beside.get(list(weights), make)] == [1, 1]
+    assert [cache.get(weights, make), cache.get(list(weights), make)] == [1, 1]
     weights[1].add_(1)
-    assert beside.get(weights, make) == 1
-    assert beside.get([weights[0], weights[1].clone()], make) == 2
-    assert beside.get(weights[:1], make) == 3
+    assert cache.get(weights, make) == 1
+    assert cache.get([weights[0], weights[1].clone()], make) == 2
+    assert cache.get(weights[:1], make) == 3
 
 
 def test_misspelled_option_suggests_a_similar_one() -> None:
