@@ -6,8 +6,8 @@
     clients ──> backward_pool ──┼──> Runtime ───> │
     clients ──> commit_pool   ──┘   (one thread)  └── apply_gradients: clip, optimizer, schedule
 
-The two kinds of task and the schemas are hivemind's. Beyond it: a fault of one client fails only that client's task, a
-backward with a key steps once however often it is sent, and the log of the batches replays to the same bytes.
+The two kinds of task and the schemas are hivemind's. In addition, a fault of one client fails only that client's task.
+A backward with a key steps once however often it is sent. The log of the batches replays to the same bytes.
 """
 
 import inspect

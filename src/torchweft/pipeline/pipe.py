@@ -240,9 +240,11 @@ class Pipe(nn.Module):
         """The output for a mini-batch, or its loss if the pipe has a `loss` and gets ``target=``.
 
         The first layer gets the arguments, of which tensors are cut along their batch axis. Wrap an argument in
-        `weft.NoChunk` if every micro-batch needs it whole. Raises BatchError if the mini-batch cannot be cut or the
-        outputs cannot be joined, SpecError or UsageError if `batch_dim` does not fit, DeviceError if a layer is not on
-        the device of its stage. An exception of a layer passes through, with a note that names the layer.
+        `weft.NoChunk` if every micro-batch needs it whole.
+
+        Raises BatchError if the mini-batch cannot be cut or the outputs cannot be joined. Raises SpecError or
+        UsageError if `batch_dim` does not fit. Raises DeviceError if a layer is not on the device of its stage. An
+        exception of a layer passes through, with a note that names the layer.
         """
         reject_exporting()
         if torch.compiler.is_dynamo_compiling():

@@ -7,8 +7,8 @@
                 tensors, modules, numbers, strings, functions, classes
 
 A plan is found again only if the key is the same. Values of tensors are not part of the key, because a plan looks them
-up at every call. If a cell reads something that cannot be known in this way, such as a generator, or if hooks need to
-see every step, `rejection` gives the reason, and the eager loop runs the cell.
+up at every call. A key cannot hold the state of some objects, such as generators, and some hooks must see every step.
+For such cells `rejection` gives the reason, and the eager loop runs them.
 
 Dynamo records such guards while it reads Python code. A capture by `make_fx` runs the code instead of reading it.
 Therefore the objects are walked here, at every call. For a short sequence this walk is a large part of the time.

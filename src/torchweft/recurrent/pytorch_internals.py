@@ -1,6 +1,6 @@
 """Every private name of PyTorch that `weft.recurrent` uses, so that a new release of PyTorch breaks one file.
 
-With a private name at each place of use, an upgrade has to find them all, and a name that PyTorch moved fails at the
+With a private name at each place of use, an upgrade has to find them all. A name that PyTorch moved would fail at the
 first call that needs it instead of at import. `Tensor._version`, `UntypedStorage._cdata` and `OpOverload._schema` stay
 where they are used, because they are stable and frequent.
 """

@@ -11,7 +11,7 @@ differentiates it:
     x, s0 -> gates -> eager loop -> first gradients, which autograd can differentiate again
     w --------------------^
 
-While a gate is closed, no gradient passes it, so the first gradients are those of this node alone, even if an input was
+No gradient passes a closed gate. The first gradients are therefore those of this node alone, even if an input was
 computed from a parameter that the cell reads too. The gates are then opened for the second gradients.
 """
 

@@ -354,7 +354,7 @@ def write_while_sending() -> str:
     with open_links() as links:
         walk = links.open_walk("step 0")
         if links.rank == 0:
-            tensor = torch.zeros(8 << 20)
+            tensor = torch.zeros(32 << 20)  # large, so that a busy machine has not sent it all before the write
             walk.send(1, (0, 0, 0), tensor)
             tensor.add_(1)
             with pytest.raises(InPlaceError) as caught:

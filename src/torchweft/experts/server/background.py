@@ -1,7 +1,7 @@
 """Background work of a server: everything that it starts, and the reverse order in which all of it ends.
 
-A plain list of threads would not be enough. A thread can hang in a module, a disk or a directory, so all threads
-together share one deadline, and each gets at least a moment of it even if those before it took all the time.
+A plain list of threads would not be enough, because a thread can hang in a module, a disk or a directory. All threads
+share one deadline. Each gets at least a moment of it, even if those before it took all the time.
 """
 
 import logging

@@ -80,8 +80,8 @@ class Server:
         panel: host and port of a status page with metrics. Beyond loopback it takes `PanelOptions` with a token.
         observer: receives spans of calls, queues, batches and steps, see `weft.experts.telemetry`.
 
-    Raises ``UsageError`` for anything but experts, two of one name, schemas that cannot be sent, replicas without a
-    directory, and addresses that are invalid or that the directory would list and clients could not call.
+    Raises ``UsageError`` for anything but experts, two of one name, schemas that cannot be sent, and replicas without
+    a directory. It also rejects addresses that are invalid, or that clients could not call if the directory lists them.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)

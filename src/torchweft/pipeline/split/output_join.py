@@ -71,8 +71,8 @@ class OutputJoin:
     def reduction(self, plan: SplitPlan, leaves: Sequence[Any], *, numbers: bool) -> Reduction:
         """The reduction of `numbers` in the output, if there are any, after the comparisons that are due.
 
-        Raises BatchError that names each tensor with a length that is not proportional to the rows, and each number
-        that is neither the mean by rows nor the sum of the numbers of the micro-batches.
+        Raises BatchError. It names each tensor with a length that is not proportional to the rows. It also names each
+        number that is neither the mean by rows nor the sum over the micro-batches.
         """
         if len(plan.sizes) > 1:
             if not self._rows_checked:
