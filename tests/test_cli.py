@@ -177,6 +177,8 @@ def pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad_syntax.py").write_text("def (:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    # Only Python's own importer, because that of the type checks adds its frames to the traceback of a failed import.
+    monkeypatch.setattr(sys, "path_hooks", sys.path_hooks[-1:])
 
 
 def test_json_has_the_bytes_of_crossing_values(pipes: None, capsys: pytest.CaptureFixture[str]) -> None:
