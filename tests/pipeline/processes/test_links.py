@@ -208,7 +208,11 @@ def die(number: int, fork: bool) -> Any:
     links = Links(dist.group.WORLD, 30.0)
     assert links.open_walk("step 0").agree(None) == [None] * 3
     walk, begun = links.open_walk("step 1"), time.monotonic()
-    if links.rank == 1:
+    if links.rank != 1:
+        walk.send(1, (0, links.rank, 1), "step 0 is complete here")
+    else:
+        for other in (0, 2):
+            walk.receive((0, other, 1), other)  # a loss within the last agreement would fail step 0 on some ranks
         if fork and os.fork() == 0:
             time.sleep(8)  # a worker of a DataLoader, which outlives its parent
             os._exit(0)
