@@ -153,6 +153,8 @@ def test_closed_handshake_names_certificate_and_option(tls: ClientTls | None, wo
 def test_wrong_host_name_gets_advice_and_other_errors_none() -> None:
     for text in ("Name or service not known", "Deadline Exceeded"):
         assert explain_failure(text, None) == text
+    silent = "connection attempt timed out before receiving SETTINGS frame"
+    assert "it was called without TLS" in explain_failure(silent, None)
     assert explain_failure("Connection refused", None) == "Connection refused; is `torchweft serve` running there?"
     text = "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed."
     explanation = explain_failure(text, ClientTls(b"authority"), "this server", "tls= of ReplicaOptions")

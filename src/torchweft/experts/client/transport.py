@@ -54,7 +54,8 @@ from torchweft.experts.wire.service import (
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
 # gRPC's messages for connections with missing or wrong certificates.
-_HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset")
+# The last one: the other end accepted the connection, but waited for TLS until gRPC's timeout.
+_HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset", "before receiving settings frame")
 # The last two are for a renewed authority, which has its old name and another key. BoringSSL takes it for the signer
 # because of the name, and then reports an error of the signature algorithm instead of a failed verification.
 _REJECTED = ("certificate_verify_failed", "hostname verification", "certificate signature failure", "bad_signature")
@@ -398,10 +399,9 @@ def explain_failure(text: str, tls: ClientTls | None, end: str = "this client", 
     lower = text.lower()
     if "hostname verification" in lower:
         return f"{text} Call it by a name (subjectAltName) of its certificate, or pass that as server_name= ({option})"
-    if any(words in lower for words in _NOT_LISTENING):
-        return f"{text}; is `torchweft serve` running there?"
     if not any(words in lower for words in _HANDSHAKE_ENDED):
-        return text
+        listens = not any(words in lower for words in _NOT_LISTENING)
+        return text if listens else f"{text}; is `torchweft serve` running there?"
     if tls is None:
         return f"{text}; it was called without TLS: if it requires TLS, give {end} certificates ({option})"
     cause = "no certificate was sent, which it may require" if tls.certificate is None else "a certificate was sent"
