@@ -53,7 +53,7 @@ def probe_address(address: str) -> None:
     for family, kind, protocol, _, place in places:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                # As gRPC does. Otherwise closed connections of an earlier server would block the port for a minute.
+                # gRPC sets this too. Without it, closed connections of an earlier server block the port for a minute.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(place)
             return

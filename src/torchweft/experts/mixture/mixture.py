@@ -158,9 +158,9 @@ class RemoteMixtureOfExperts(RemoteLayer):
         in time. Their result is False and their sums are dropped. One must step, unless ``backward_k_min`` is 0 or
         zeros are allowed. Otherwise all must step.
 
-        Raises ``MixtureCommitError`` before anything is sent if too few sums are complete or a backward raised. Then
-        `discard`. Raises it afterwards if too few have stepped. Then `commit` again, which steps none twice, or
-        `discard`.
+        Raises ``MixtureCommitError`` before anything is sent if too few sums are complete or a backward raised. Call
+        `discard` then. Raises it after sending if too few have stepped. Call `commit` again then, which steps none
+        twice, or `discard`.
         """
         if not self._batch.accumulates:
             raise UsageError(
