@@ -37,6 +37,9 @@ HookTable = dict[int, Callable[..., Any]]  # the hooks of a tensor, by the numbe
 dispatch_mode_count: Callable[[], int] = _c._len_torch_dispatch_stack
 function_mode_count: Callable[[], int] = _c._len_torch_function_stack
 function_mode_at: Callable[[int], object] = _c._get_function_stack_at
+pop_function_mode: Callable[[], object] = _c._pop_torch_function_stack
+push_function_mode: Callable[[object], None] = _c._push_on_torch_function_stack
+without_subclasses = cast("Callable[[], AbstractContextManager[object]]", _c.DisableTorchFunctionSubclass)
 saved_tensor_hooks: Callable[[bool], object] = _c._autograd._top_saved_tensors_default_hooks
 
 # Flags of the process.
@@ -57,6 +60,9 @@ KERNEL_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     *((getattr(_c, f"_get_{name}_sdp_enabled"), getattr(_c, f"_set_sdp_use_{name}")) for name in _ATTENTION),
     (_c._get_sdp_priority_order, _c._set_sdp_priority_order),
 ]
+
+# A tensor of a subclass, with the memory of another one and without its graph.
+make_subclass: Callable[[type[Any], Any, bool], Any] = cast(Any, torch.Tensor)._make_subclass
 
 # Parses the arguments of ``Module.to`` into device, dtype and others.
 parse_to: Callable[..., tuple[Any, ...]] = _c._nn._parse_to

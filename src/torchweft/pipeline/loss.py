@@ -305,7 +305,6 @@ class WeightedLoss(JoinedOutput):
     outputs are, except numbers: integers are added up, and other numbers are combined as the losses are."""
 
     _where = "the loss function's result"
-    _flattens = False
 
     def __init__(
         self, weights: Sequence[float], given: Sequence[Tensor] = (), axis: int = 0, rows: Sequence[int] | None = None

@@ -64,11 +64,13 @@ def has_axis(tensor: Tensor, axis: int) -> bool:
 
 
 def _lengths(
-    column: Sequence[Any], axis: int, rows: Sequence[int] | None, flattened: bool
+    column: Sequence[Any], axis: int | None, rows: Sequence[int] | None, flattened: bool
 ) -> tuple[int, ...] | str | None:
     """The rows of each piece of one leaf, ``None`` if it is not a tensor, or the reason why it cannot be joined.
     Objects that are not tensors must be equal in all pieces. With ``flattened``, tensors can also have the same
-    multiple of ``rows`` along axis 0, such as a row per token."""
+    multiple of ``rows`` along the axis, such as a row per token. ``axis`` is None for a value without rows."""
+    if axis is None:
+        return None
     if not any(isinstance(piece, Tensor) for piece in column):
         return _object_fault(column)
     if len(column) == 1:
@@ -79,7 +81,7 @@ def _lengths(
     if rows is None or lengths == tuple(rows):
         return lengths
     pairs = zip(lengths, rows, strict=True)
-    if flattened and axis == 0 and all(n * rows[0] == lengths[0] * r and n > r for n, r in pairs):
+    if flattened and all(n * rows[0] == lengths[0] * r and n > r for n, r in pairs):
         return lengths
     return (
         f"has {', '.join(map(str, lengths))} rows along axis {axis} where the micro-batches have "
@@ -350,7 +352,6 @@ class JoinedOutput:
     """The outputs of the micro-batches, joined along their batch axis. Other objects than tensors pass through."""
 
     _where = "output"
-    _flattens = True
 
     def __init__(
         self,
@@ -358,13 +359,16 @@ class JoinedOutput:
         axis: Any = 0,
         rows: Sequence[int] | None = None,
         weights: Sequence[float] | None = None,
+        *,
+        several: bool = False,
     ) -> None:
         """Outputs must not share memory with the tensors of `given`, and must have the `rows` of the micro-batches
-        along `axis`. `weights` are factors for outputs that are one number per micro-batch, which are added up."""
-        self._given, self._axis, self._rows = given, axis, rows
+        along `axis`, or with `several` a multiple of them. `weights` are factors for outputs that are one number per
+        micro-batch, which are added up. Of an output whose axis is None, that of the first micro-batch counts."""
+        self._given, self._axis, self._rows, self._several = given, axis, rows, several
         self.weights: Sequence[float] = weights or ()
         self._pieces, self._structure = 0, LEAF
-        self._axes: Sequence[int] = ()
+        self._axes: Sequence[int | None] = ()
         self._lengths: list[tuple[int, ...] | None] = []  # rows of the pieces of each leaf that is a tensor
         self._numbers: dict[int, Any] = {}
         self._rest: list[Any] = []
@@ -386,8 +390,10 @@ class JoinedOutput:
         for k, gradient in zip(self._at, gradients, strict=True):
             if gradient is not None and k in self._numbers:
                 columns[k] = [gradient * weight for weight in self.weights]
+            elif gradient is not None and (axis := self._axes[k]) is not None:
+                columns[k] = split_by_sizes(gradient, self._lengths[k] or (), axis)
             elif gradient is not None:
-                columns[k] = split_by_sizes(gradient, self._lengths[k] or (), self._axes[k])
+                columns[k] = [gradient, *columns[k][1:]]
         return [[column[i] for column in columns] for i in range(self._pieces)]
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
@@ -409,9 +415,8 @@ class JoinedOutput:
         columns = list(zip(*pieces, strict=True))
         numbers = {k: self._number(k, column) for k, column in enumerate(columns)}
         self._numbers = {k: number for k, number in numbers.items() if number is not None}
-        flattened = self._flattens and bool(self.weights)
         lengths = [
-            None if k in self._numbers else _lengths(column, axis, self._rows, flattened)
+            None if k in self._numbers else _lengths(column, axis, self._rows, self._several)
             for k, (column, axis) in enumerate(zip(columns, self._axes, strict=True))
         ]
         self._lengths = [length for length in lengths if not isinstance(length, str)]
@@ -422,7 +427,10 @@ class JoinedOutput:
         joined = list(pieces[0])
         if len(pieces) > 1:
             parts = zip(columns, self._lengths, self._axes, strict=True)
-            joined = [column[0] if length is None else torch.cat(column, axis) for column, length, axis in parts]
+            joined = [
+                column[0] if length is None or axis is None else torch.cat(column, axis)
+                for column, length, axis in parts
+            ]
         for k, number in self._numbers.items():
             joined[k] = number
         return pieces, joined if len(pieces) > 1 else self._copy_shared(joined)

@@ -280,7 +280,11 @@ class PipeRuntime:
             return WeightedLoss(weights, mini_batch.given, self._dims.extras, mini_batch.rows)
         all_rows = sum(mini_batch.rows) if call.scalars == "mean" else 1
         weights = [(rows if call.scalars == "mean" else 1) / max(all_rows, 1) for rows in mini_batch.rows]
-        return JoinedOutput(mini_batch.given, self._dims.outputs, mini_batch.rows, weights if call.scalars else None)
+        if call.joined_axes is not None:
+            return JoinedOutput(mini_batch.given, call.joined_axes, mini_batch.rows, several=True)
+        # With a stated rule for numbers, tensors can have several rows for each that came in, such as one per token.
+        weights = weights if call.scalars else None
+        return JoinedOutput(mini_batch.given, self._dims.outputs, mini_batch.rows, weights, several=bool(weights))
 
     def _step(
         self,
@@ -419,7 +423,8 @@ class StepKind(NamedTuple):
 
 class PipeCall(NamedTuple):
     """One call of a pipe. `targets` is empty, or holds the target. `scalars` is the reduction for numbers of
-    micro-batches in the output. `owners` maps the id() of a parameter's copy to the parameter."""
+    micro-batches in the output. `owners` maps the id() of a parameter's copy to the parameter. `joined_axes` are the
+    axes of an output that is not the caller's, but what enters the tail of a split model. None: that of the pipe."""
 
     main: Any
     targets: tuple[Any, ...]
@@ -431,6 +436,7 @@ class PipeCall(NamedTuple):
     scalars: str | None = None
     owners: Mapping[int, torch.Tensor] = _NO_OWNERS
     batch_tag: Any = None
+    joined_axes: Any = None
 
 
 def on_meta(module: nn.Module) -> bool:

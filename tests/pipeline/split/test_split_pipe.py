@@ -17,7 +17,7 @@ from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import Dropping, Shared, UNet, gpt2
 from torchweft.core.errors import BatchError, PartitionError, UsageError
 from torchweft.pipeline import tracing
-from torchweft.pipeline.split import split_pipe
+from torchweft.pipeline.split import members
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -197,7 +197,7 @@ def test_hooks_of_blocks_and_parameters_fire_as_in_a_plain_loop() -> None:
 
 def test_tied_parameter_crosses_devices_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device is treated as two, so that stages after the owner use a copy."""
-    monkeypatch.setattr(split_pipe, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
+    monkeypatch.setattr(members, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
     for way in ({"executor": "threads", "checkpoint": "always"}, {"executor": "serial"}, {"executor": "graph"}):
         model = Shared()
         plain = copy.deepcopy(model)
@@ -233,7 +233,7 @@ def test_copies_of_tied_parameters_belong_to_their_readers(checkpoint: str, monk
         all_copies.extend(copies.values())
         return copies
 
-    monkeypatch.setattr(split_pipe, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
+    monkeypatch.setattr(members, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
     monkeypatch.setattr(split_pipe, "_copied", copied)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {threading.current_thread().name}")
     pipe = cut(Shared(), "other", "head", chunks=3, executor="threads", checkpoint=checkpoint, verify=False)
@@ -263,7 +263,7 @@ def test_block_of_two_stages_is_on_one_device_at_a_time(monkeypatch: pytest.Monk
         def forward(self, x: Tensor) -> Tensor:
             return self.block(self.other(self.block(x)))
 
-    monkeypatch.setattr(split_pipe, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
+    monkeypatch.setattr(members, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
     model = Twice()
     plain = copy.deepcopy(model)
     pipe = cut(model, "other", chunks=8, executor="threads", verify=False)

@@ -27,9 +27,18 @@ from torchweft.pipeline.processes.links import Walk
 from torchweft.pipeline.processes.packing import pack, unpack
 from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.split.open_state import PLAIN
-from torchweft.pipeline.split.program import Instruction, Owned, Program, Values, perform
+from torchweft.pipeline.split.program import (
+    Program,
+    perform,
+)
 from torchweft.pipeline.split.provenance import Observed
-from torchweft.pipeline.split.record import SHAPES, ForwardRecorder
+from torchweft.pipeline.split.record import ForwardRecorder
+from torchweft.pipeline.split.recording import (
+    SHAPES,
+    Instruction,
+    Owned,
+    Values,
+)
 from torchweft.pipeline.weights import replaced_in
 
 _CONTENT, _PARAMETER = -5, -6  # routes of addresses; those of values are numbered from 0

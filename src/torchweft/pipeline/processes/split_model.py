@@ -27,8 +27,17 @@ from torchweft.pipeline.processes.ownership import HiddenTensors, Use, find_uses
 from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.output_join import Quiet
-from torchweft.pipeline.split.program import Copies, Program, Reads, SplitCall, SplitStage, StepPrograms
+from torchweft.pipeline.split.program import (
+    Copies,
+    Program,
+    SplitCall,
+    SplitStage,
+    StepPrograms,
+)
 from torchweft.pipeline.split.record import ForwardRecorder
+from torchweft.pipeline.split.recording import (
+    Reads,
+)
 from torchweft.pipeline.split.split_pipe import SplitModel
 from torchweft.pipeline.stage import Stage
 

@@ -17,7 +17,11 @@ from torchweft.pipeline.config import (
     keeps_axes,
     reject_several_axes,
 )
-from torchweft.pipeline.split.program import Instruction, RecordedValue, Recording
+from torchweft.pipeline.split.recording import (
+    Instruction,
+    RecordedValue,
+    Recording,
+)
 
 _KEEP_AXES = {  # names of torch functions
     *("add", "sub", "mul", "div", "relu", "gelu", "silu", "tanh", "sigmoid", "softmax", "dropout"),

@@ -3,7 +3,8 @@
 A deep copy of the model would need twice the memory, and code that holds references would still use the original.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from torchweft.core.rng import generators_of, get_states, set_states
 from torchweft.pipeline.weights import Slot, map_tensors, replaced_in
 
 _c = cast(Any, torch._C)
+_CONTAINERS: tuple[type[Any], ...] = (list, dict, set, deque)
 _GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
 
 
@@ -76,6 +78,22 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
             for key in stored:
                 del now[key]
             now.update({k: value for k, value in held.items() if k in stored or type(value) in (int, float)})
+
+
+def keep_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Note the attributes of modules. Returns a function that restores them, and the contents of their containers."""
+    noted = [(vars(m), dict(vars(m)), [(x, x.copy()) for x in vars(m).values() if type(x) in _CONTAINERS])
+             for m in modules]  # fmt: skip
+
+    def restore() -> None:
+        for now, before, containers in noted:
+            now.clear()
+            now.update(before)
+            for container, contents in containers:
+                container.clear()
+                (container.extend if isinstance(container, list | deque) else container.update)(contents)
+
+    return restore
 
 
 def parameter_slots(modules: Iterable[nn.Module]) -> Iterator[tuple[Slot, nn.Parameter]]:

@@ -9,103 +9,37 @@ prelude      guards that depend on inputs     evaluated before a step starts, to
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchweft.core.errors import GuardError, InPlaceError, SplitError
-from torchweft.core.pytree import LEAF, Structure, flatten, unflatten
+from torchweft.core.pytree import flatten, unflatten
 from torchweft.core.rng import NextLayer
 from torchweft.core.segment import MicroBatchContext
 from torchweft.pipeline.routing import record_stream
+from torchweft.pipeline.split.expected import ExpectedCalls
 from torchweft.pipeline.split.isolation import moved_to_device, parameter_slots
+from torchweft.pipeline.split.recording import (
+    HERE,
+    Devices,
+    Instruction,
+    Owned,
+    Reads,
+    RecordedValue,
+    Recording,
+    Values,
+    tensor_of,
+)
+from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.stage import ModuleScan, Skip, Stage
 from torchweft.pipeline.weights import replaced_in
-
-
-@dataclass(eq=False, slots=True)
-class RecordedValue:
-    """A value that instructions read.
-
-    The meaning of `key` depends on `kind`: the name of an input ("in"), the name of a parameter or buffer ("own"), the
-    tensor itself ("const"), or the index of a leaf in the result of a step ("made"; -1: an argument written in place).
-    """
-
-    kind: Literal["in", "own", "const", "made"]
-    key: Any
-    step: int = -1  # the number of the step that made it
-    bytes: int = 0
-    storage: int | None = None
-    kept: Any = None  # a copy, if the recording keeps copies
-
-
-Reads = dict[int, RecordedValue]  # the values of leaves of the arguments or of the result, by the index of the leaf
-Values = dict[RecordedValue, Any]
-Owned = Callable[[str], Tensor]  # the parameter or buffer of that name
-Devices = Sequence[torch.device]
-HERE = object()  # a placeholder among the constants of a step for the device of the stage that runs it
-
-
-@dataclass(eq=False, slots=True)
-class Instruction:
-    """One instruction. Its arguments are `leaves`, which are None at the indices of `reads`. They are positional, the
-    last ones keywords with `names`. If `structure` is set, they are nested as it says."""
-
-    name: str
-    call: Callable[..., Any]
-    leaves: list[Any]
-    names: tuple[str, ...] = ()
-    structure: Structure | None = None
-    where: str = ""  # file and line of the user's code
-    module: nn.Module | None = None
-    reads: Reads = field(default_factory=Reads)
-    # Leaves of the result, then `writes`:
-    makes: list[RecordedValue | None] = field(default_factory=list[RecordedValue | None])
-    # Leaves of the result that are not tensors, and shapes of tensors. Python code can depend on both:
-    plain: list[tuple[int, Any]] = field(default_factory=list[tuple[int, Any]])
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    expects: tuple[Any] | None = None  # the recorded result of a guard, which makes no value
-    writes: list[int] = field(default_factory=list[int])  # indices of the argument leaves written in place
-    stored: set[int] = field(default_factory=set[int])  # the storages written in place
-    draws: bool = False
-    dynamic: bool = False  # the shape of its result depends on data
-    advice: str = "move that decision into a submodule, which can make it freely"  # for a guard
-
-    def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        if self.structure is not None:
-            return unflatten(self.structure, leaves)
-        count = len(leaves) - len(self.names)
-        return leaves[:count], dict(zip(self.names, leaves[count:], strict=True))
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.where})" if self.where else self.name
-
-
-@dataclass
-class Recording:
-    """The instructions of one run of forward(). `leaves` and `reads` hold its result, as for arguments."""
-
-    inputs: list[RecordedValue]  # the leaves of the arguments
-    steps: list[Instruction] = field(default_factory=list[Instruction])
-    cuts: dict[str, int] = field(default_factory=dict[str, int])  # split point -> the first step at or after its call
-    leaves: list[Any] = field(default_factory=list[Any])
-    reads: Reads = field(default_factory=Reads)
-    structure: Structure = LEAF
-    has_scalars: bool = False  # whether a leaf of the result is one number per micro-batch
-    # Tensors read after a write through a view: the steps that made them, and that wrote (-1: before the first one).
-    aliases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-
-
-def tensor_of(model: nn.Module, name: str) -> Tensor:
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    return cast(Tensor, module._parameters[key] if key in module._parameters else module._buffers[key])
 
 
 class InterBlockParameters(nn.Module):
@@ -159,15 +93,6 @@ class ProgramGroup:
     """Progress of comparing programs with forward(), for programs with the same steps that differ only in sizes."""
 
     verified: int = 0  # programs that were compared on another micro-batch than their own
-    steps: int = 0  # calls that ran one of them
-    next_check: int = 10  # the step in which one of them is compared again
-
-    def count_step(self) -> bool:
-        """Count a call. Whether it is one of the calls 10, 100, 1,000 and so on, which compare again."""
-        self.steps += 1
-        is_due = self.steps == self.next_check
-        self.next_check *= 10 if is_due else 1
-        return is_due
 
     def restart(self) -> None:
         self.verified = 0
@@ -177,8 +102,15 @@ class Program:
     """The instructions of all stages for micro-batches of one key. `foreign` names tensors of the model that the first
     stage's process does not have. Raises SplitError for an empty stage, InPlaceError for a write to another stage."""
 
-    def __init__(self, recording: Recording, devices: Devices, foreign: Collection[str] = frozenset()) -> None:
-        self.recording, self._foreign = recording, foreign
+    def __init__(
+        self,
+        recording: Recording,
+        devices: Devices,
+        tail: Tail,
+        expected: ExpectedCalls,
+        foreign: Collection[str] = frozenset(),
+    ) -> None:
+        self.recording, self.tail, self.expected, self._foreign = recording, tail, expected, foreign
         self.verified = False
         self.group = ProgramGroup()
         self.number = 0  # identifies the program in messages between ranks
@@ -193,8 +125,12 @@ class Program:
                 raise SplitError(f"the stage before {name!r} would be empty, because {where}; leave it out of split")
         self._stage_at = [bisect(starts, k) - 1 for k in range(len(steps))]
         self._written = {storage for step in steps for storage in step.stored}
+        # The tail is a stage of its own, which runs in no worker.
+        self._stage_at = [len(devices) if k in tail.steps else at for k, at in enumerate(self._stage_at)]
         self._check_writes()
-        members = [{k for k, at in enumerate(self._stage_at) if at == s} for s in range(len(devices))]
+        outside = tail.steps | tail.writes
+        members = [{k for k, at in enumerate(self._stage_at) if at == s} - outside for s in range(len(devices))]
+        self._reject_empty(members)
         self.prelude = self._prelude(members)
         crossing = self._readers(members)
         for s, part in enumerate(self.parts):
@@ -203,6 +139,15 @@ class Program:
             CrossingValue(self._name(value), value.bytes, self._source(value), tuple(readers))
             for value, readers in crossing.items()
         ]
+
+    def _reject_empty(self, members: Sequence[Collection[int]]) -> None:
+        for name, of_stage in zip(self.order, members[1:], strict=False):
+            if not of_stage:
+                raise SplitError(
+                    f"the stage that begins with {name!r} would be empty, because it only computes values that join the "
+                    "rows of a mini-batch, such as a loss, and these are computed once for all rows; leave it out of "
+                    "split"
+                )
 
     def join_group(self, group: ProgramGroup) -> None:
         self.group = group
@@ -226,7 +171,9 @@ class Program:
         for s, step in zip(self._stage_at, steps, strict=True):
             for value in step.reads.values():
                 readers[value].add(s)
-        for step, value in [(writer, writer.reads[k]) for writer in steps for k in writer.writes]:
+        # Writes that run in forward(), once per step of training, are seen by all stages.
+        writers = [step for k, step in enumerate(steps) if k not in self.tail.writes]
+        for step, value in [(writer, writer.reads[k]) for writer in writers for k in writer.writes]:
             if value.kind == "own" and len(readers[value]) > 1:
                 raise InPlaceError(
                     f"{step} writes into {value.key!r}, which the code between blocks of several stages "
@@ -242,6 +189,8 @@ class Program:
         ahead: set[int] = set()
         for k, step in enumerate(self.recording.steps):
             decides = step.expects is not None or (step.shapes and step.dynamic)
+            # Decisions by state are made in forward(), after its writes.
+            decides = decides and k not in self.tail.steps and not self.tail.is_of_state(k)
             if decides and (needed := self._from_inputs(k, own=True)) is not None:
                 ahead |= needed
                 if step.expects is not None and self._from_inputs(k) is not None:
@@ -291,8 +240,9 @@ class Program:
         return crossing
 
     def _leaves_at(self, stage: int) -> Iterable[RecordedValue]:
-        # Only the last stage returns the values of forward()'s result.
-        return self.recording.reads.values() if stage == len(self.parts) - 1 else ()
+        # Only the last stage returns values: the result of forward(), or what enters the tail.
+        returned = [value for value, _ in self.tail.enters] if self.joins_rows else self.recording.reads.values()
+        return returned if stage == len(self.parts) - 1 else ()
 
     def _source(self, value: RecordedValue) -> int:
         return self._stage_at[value.step] if value.kind == "made" else 0
@@ -383,7 +333,14 @@ class Program:
                 sent[reader].update({value: values[value] for value in crossing})
         return self.result(sent[-1])
 
+    @property
+    def joins_rows(self) -> bool:
+        """Whether the end of forward() runs on all rows. Then the stages return the values that enter it."""
+        return self.tail.form is not None
+
     def result(self, values: Values) -> Any:
+        if self.joins_rows:
+            return tuple([values[value] for value, _ in self.tail.enters])
         return unflatten(self.recording.structure, _fill_leaves(self.recording.leaves, self.recording.reads, values))
 
 

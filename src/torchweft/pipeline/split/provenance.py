@@ -24,7 +24,13 @@ from torchweft.core.segment import held_values, version
 from torchweft.pipeline.microbatch import storage_id
 from torchweft.pipeline.split.modules import OpenModules
 from torchweft.pipeline.split.open_state import PLAIN
-from torchweft.pipeline.split.program import Instruction, Reads, RecordedValue, Recording
+from torchweft.pipeline.split.recording import (
+    Instruction,
+    Reads,
+    RecordedValue,
+    Recording,
+    TensorForm,
+)
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _SHARED = (
@@ -99,10 +105,11 @@ class RunValues:
         ours = step.module is not None or step.name.endswith(".apply")
         for k, x in enumerate(results):
             value, known = None, self._known.get(id(x))
-            still_own = known is not None and known[1].kind == "own"  # written in place, or returned unchanged
-            if not still_own and (isinstance(x, Tensor) or (ours and not isinstance(x, PLAIN))):
+            if known is not None and known[1].kind == "own":  # written in place, or returned unchanged
+                step.passed[k] = known[1]
+            elif isinstance(x, Tensor) or (ours and not isinstance(x, PLAIN)):
                 value = self._make(x, k)
-            elif ours and not still_own:
+            else:
                 step.plain.append((k, x))
             if ours and isinstance(x, Tensor) and x.grad_fn is not None:
                 self._nodes[id(x.grad_fn)] = x.grad_fn
@@ -157,6 +164,8 @@ class RunValues:
     def _make(self, x: Any, leaf: int) -> RecordedValue:
         """The value of a leaf of the result of the next step, or (-1) of an argument that it writes in place."""
         value = RecordedValue("made", leaf, len(self.recording.steps), *_size(x))
+        if isinstance(x, Tensor):
+            value.form = TensorForm(tuple(x.shape), x.dtype, x.device, x.requires_grad)
         if self._keep:
             value.kept = x.detach().clone() if isinstance(x, Tensor) else x
         self._know(x, value)

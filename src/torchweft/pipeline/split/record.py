@@ -37,17 +37,28 @@ from torchweft.core.segment import version
 from torchweft.pipeline.split.isolation import copies, moved_to_device, undisturbed
 from torchweft.pipeline.split.modules import MOVE, OpenModules
 from torchweft.pipeline.split.open_state import PLAIN, OpenState
-from torchweft.pipeline.split.program import HERE, Instruction, Owned, Program, Recording, Values, moved, perform
+from torchweft.pipeline.split.program import (
+    Program,
+    moved,
+    perform,
+)
 from torchweft.pipeline.split.provenance import Observed, RunValues, ValueProvenanceMode
+from torchweft.pipeline.split.recording import (
+    HERE,
+    SHAPES,
+    Instruction,
+    Owned,
+    Recording,
+    Values,
+)
 from torchweft.pipeline.split.user_code import call_site, python_random_state
 
 _Finding = TypeVar("_Finding")
 _T = cast(Any, Tensor)
-_READS = {
+READS = {
     *(_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.__contains__),
     *(_T.equal, _T.allclose, _T.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
 }
-SHAPES = {_T.shape.__get__, _T.size, _T.__len__, _T.numel, _T.nelement, _T.stride, torch.numel}
 _SETTERS = (_T.data.__set__, _T.requires_grad.__set__, _T.grad.__set__)
 _UNSEEN = (_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.__dlpack__)
 _REFUSED: dict[Any, str] = {
@@ -150,10 +161,6 @@ class ForwardRecorder:
         self.modules.open_blocks(run.values.leaks)
         return None if run.values.leaks else recording
 
-    def state_in_words(self) -> dict[str, Hashable]:
-        """The state that forward() reads besides its arguments, and the attributes of open modules, by name."""
-        return self.state.described((self.modules.names[id(module)], module) for module in self.modules.open)
-
     def noting_reads(self, is_open: Callable[[], bool]) -> AbstractContextManager[None]:
         """Note the state that is read while `is_open` is true, in the first recordings of a kind."""
         kind = torch.is_grad_enabled(), self.model.training
@@ -172,7 +179,7 @@ class _ForwardRun(TorchFunctionMode):
         self._steps = self.values.recording.steps
         self._inside = True  # in code that is part of one step, or outside of forward()
         self._thread = threading.get_ident()
-        self._outer = torch.is_grad_enabled(), _casts()
+        self._outer = torch.is_grad_enabled(), casts_of_thread()
         self._python_state = python_random_state()
         self._device = recorder.devices[0]
 
@@ -259,7 +266,10 @@ class _ForwardRun(TorchFunctionMode):
         step.dynamic = dynamic or bool(blocks)
         wrote = [k for k, x in enumerate(inputs) if isinstance(x, Tensor) and version(x) != versions[k]]
         register_dataclasses(result)
-        results = flatten(result)[0]
+        results, nesting = flatten(result)
+        step.function, step.result = step.call, None if isinstance(result, Tensor) else nesting
+        at = {id(x): k for k, x in enumerate(leaves) if isinstance(x, Tensor)}
+        step.same = {k: at[id(x)] for k, x in enumerate(results) if id(x) in at}
         # Without values that are read at each call, because a program must not keep tensors of the recorded run.
         step.leaves = [None if k in step.reads else leaf for k, leaf in enumerate(leaves)]
         if device is not None:
@@ -267,7 +277,7 @@ class _ForwardRun(TorchFunctionMode):
         if not blocks and not wrote and not any(isinstance(x, Tensor) for x in results):
             if step.call in SHAPES and (tensors := [x for x in leaves if isinstance(x, Tensor)]):
                 self.values.note_shape(tensors[0])
-            if step.call not in _READS:
+            if step.call not in READS:
                 return result  # a replay need not repeat it
             self._reject_random_decision(step)
             step.expects = (result,)
@@ -277,9 +287,10 @@ class _ForwardRun(TorchFunctionMode):
             self.values.note_writes(step, leaves, wrote)
         # A replay runs in the modes of its caller. Only modes that the model's own code has set belong to the step.
         grad = None if torch.is_grad_enabled() == self._outer[0] else not self._outer[0]
-        casts = [cast_state for cast_state in _casts() if cast_state not in self._outer[1]]
+        casts = [cast_state for cast_state in casts_of_thread() if cast_state not in self._outer[1]]
         if casts or grad is not None:
-            step.call = partial(_in_modes, grad, casts, step.call)
+            step.modes = grad is not None, casts
+            step.call = partial(in_modes, grad, casts, step.call)
         self._steps.append(step)
         return result
 
@@ -375,11 +386,11 @@ def _holds_values(container: Any) -> bool:
     return any(_holds_values(x) if isinstance(x, _CONTAINERS) else not isinstance(x, PLAIN) for x in inside)
 
 
-def _casts() -> list[tuple[str, torch.dtype, bool]]:
+def casts_of_thread() -> list[tuple[str, torch.dtype, bool]]:
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
 
 
-def _in_modes(grad: bool | None, casts: Iterable[Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def in_modes(grad: bool | None, casts: Iterable[Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a step in the grad mode (None: that of the call) and the autocasts that it was recorded in."""
     with ExitStack() as stack:
         if grad is not None:

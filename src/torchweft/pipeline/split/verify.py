@@ -1,12 +1,11 @@
-"""Compare a recorded program with the model itself, to detect state that no recording can see.
+"""Compare a new program with the model itself, in values and gradients.
 
-State that forward() reads outside of Python objects (a C extension, an environment variable, a file) would be frozen
-into the program without notice. So every new program runs on another micro-batch than the one it was recorded on, and
-the model runs on the same one. Outputs, buffers and gradients must agree to rounding. The steps 10, 100, 1,000, ... of
-a program compare again, so that a later change of such state is found late instead of never.
+The calls that forward() makes are compared in every step. The work that the stages then do is compared here, once per
+form of a program: on another micro-batch than the one it was recorded on, outputs, buffers and gradients must agree
+with those of the model to rounding.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,55 +13,40 @@ import torch
 from torch import Tensor
 
 from torchweft.core.autograd import StepsInBackward, silence_hooks
-from torchweft.core.errors import SplitError, join_faults
+from torchweft.core.errors import SplitError
 from torchweft.core.pytree import flatten, structure_paths, unflatten
+from torchweft.pipeline.split.compare import difference
 from torchweft.pipeline.split.isolation import copies, undisturbed
-from torchweft.pipeline.split.program import Owned, Program, tensor_of
+from torchweft.pipeline.split.program import (
+    Program,
+)
 from torchweft.pipeline.split.record import ForwardRecorder
+from torchweft.pipeline.split.recording import (
+    tensor_of,
+)
+
+Replay = Callable[[Sequence[Any]], Any]  # a run of the program for the leaves of its arguments
 
 
-def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise SplitError if the program computes other values than the model, or if each run of the model changes state
-    of the code between blocks. The error names the first value that differs, or that state."""
+def verify(
+    recorder: ForwardRecorder, program: Program, replay: Replay, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raise SplitError that names the first value which the program computes otherwise than the model."""
     leaves, structure = flatten((tuple(args), kwargs))
-    owned = partial(tensor_of, recorder.model)
 
     def plain(inputs: list[Any]) -> Any:
-        before = recorder.state_in_words()
-        result = recorder.plain(*unflatten(structure, inputs))
-        # One change is allowed, because a first run can fill a cache. A counter also changes in the next run.
-        if recorder.agree_on(recorder.state_in_words() != before or None):
-            before = recorder.state_in_words()
-            with torch.no_grad():
-                recorder.plain(*unflatten(structure, copies(leaves)))
-            _reject_changes(recorder, before)
-        return result
+        return recorder.plain(*unflatten(structure, inputs))
 
-    expected = _run(recorder, plain, leaves)
-    actual = _run(recorder, partial(recorder.replay, program, owned=owned), leaves)
+    expected, actual = _run(recorder, plain, leaves), _run(recorder, replay, leaves)
     pairs = ((name, difference(value, actual.get(name))) for name, value in expected.items())
     fault = next((f"{name} differs, {fault}, and no value before it" for name, fault in pairs if fault), None)
     if fault := recorder.agree_on(fault):
-        where = recorder.agree_on(_find_first_difference(recorder, program, leaves, structure, owned))
+        where = recorder.agree_on(_find_first_difference(recorder, program, leaves, structure))
         raise SplitError(
             f"{type(recorder.model).__name__} and its recorded program compute different values; {where or fault}. The "
             "code between blocks can depend on arguments, tensors, and flags or numbers of the module or its config; "
             "move code that depends on anything else into a submodule. verify=False switches this comparison off"
         )
-
-
-def _reject_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -> None:
-    """Raise SplitError that names each attribute and global whose value differs from `before`."""
-    now = recorder.state_in_words()
-    if changed := [name for name, value in now.items() if value != before.get(name, value)]:
-        lines = [recorder.state.line_of(name.rpartition(".")[2]) for name in changed]
-        faults = [f"{name} ({line})" if line else name for name, line in zip(changed, lines, strict=True)]
-        headline = (
-            f"every forward of {type(recorder.model).__name__} changes these in the code between blocks, but a "
-            "recorded program would not. Count in a buffer, in place (self.steps += 1 where steps is a tensor buffer), "
-            "return a tensor instead of keeping it in an attribute, or do it in a submodule or outside of forward():"
-        )
-        raise SplitError(join_faults(headline, faults))
 
 
 def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> dict[str, Any]:
@@ -91,7 +75,7 @@ def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Se
 
 
 def _find_first_difference(
-    recorder: ForwardRecorder, program: Program, leaves: Sequence[Any], structure: Any, owned: Owned
+    recorder: ForwardRecorder, program: Program, leaves: Sequence[Any], structure: Any
 ) -> str | None:
     """The first step at which forward() and the program differ, in words. Records the forward again with all values."""
     args, kwargs = unflatten(structure, copies(leaves))
@@ -102,7 +86,7 @@ def _find_first_difference(
             return f"forward() took another branch: to {now} now, and to {before} when it was recorded"
     first: str | None = None
     with undisturbed(recorder.model, recorder.devices), torch.no_grad():
-        values = program.given(copies(leaves), owned, steps)
+        values = program.given(copies(leaves), partial(tensor_of, recorder.model), steps)
         # To the end, also after a difference, because other ranks can take part in every step.
         for step, now in zip(steps, again.steps, strict=False):
             recorder.perform(step, step.leaves, values)
@@ -112,22 +96,3 @@ def _find_first_difference(
                 if (fault := difference(other.kept, values[value])) is not None:
                     first = f"the first value that differs, {fault}, is the result of {step}"
     return first
-
-
-def difference(expected: Any, actual: Any) -> str | None:
-    """The difference of two leaves in words. None if it is not more than rounding."""
-    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
-        return None if type(expected) is type(actual) else f"by {actual!r} for {expected!r}"
-    if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return f"by {actual.dtype} {tuple(actual.shape)} for {expected.dtype} {tuple(expected.shape)}"
-    # Equal first, which is the usual case. The rest takes a copy in complex128.
-    if expected.is_meta or not expected.numel() or torch.equal(expected, actual):
-        return None
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return f"at {int((expected != actual).sum())} of {expected.numel()} places"
-    one, other = expected.to(torch.complex128), actual.to(expected.device, torch.complex128)
-    apart = torch.where(one.isnan() & other.isnan() | (one == other), 0, (one - other).abs()).max().item()
-    scale = one[one.isfinite()].abs().max().item() if bool(one.isfinite().any()) else 0.0
-    # Half of the digits must agree: the program can use other kernels, whose order of sums differs.
-    within = apart <= torch.finfo(expected.dtype).eps ** 0.5 * max(scale, 1e-3)
-    return None if within else f"by {apart:.1e} (its largest is {scale:.1e})"

@@ -1,0 +1,368 @@
+"""A model with split points: its programs, and the runs of forward() that choose, compare and finish them.
+
+mini-batch --> micro-batches --> key (structure, shapes, arguments, flags) --> guards on inputs --> program
+                                   |                                                              |
+                                   +-- not found: record, verify on another micro-batch  <--------+
+program --> forward() on all rows compares its calls --> fits: the stages, then the tail
+                    |                                             |
+                    +-- does not: another program of the key, or a new recording
+"""
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.core.errors import BatchError, SplitError, add_advice
+from torchweft.core.pytree import Structure, broadcast_prefix, flatten, register_dataclasses, unflatten
+from torchweft.core.rng import generators_of, get_states, set_states
+from torchweft.core.segment import version
+from torchweft.pipeline.config import BatchDims
+from torchweft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
+from torchweft.pipeline.pipeline_plan import Crossing
+from torchweft.pipeline.skip import Skippable
+from torchweft.pipeline.split.auto import Arguments
+from torchweft.pipeline.split.axes import check_axes
+from torchweft.pipeline.split.expected import ExpectedCalls, TailNeedsMore
+from torchweft.pipeline.split.isolation import keep_attributes
+from torchweft.pipeline.split.members import StageMembers
+from torchweft.pipeline.split.open_state import PLAIN
+from torchweft.pipeline.split.program import Program, SplitCall, SplitStage
+from torchweft.pipeline.split.program_cache import PROGRAMS, ProgramCache, Trials
+from torchweft.pipeline.split.record import ForwardRecorder
+from torchweft.pipeline.split.recording import Devices, Recording
+from torchweft.pipeline.split.row_forms import RowForms, RowsOfCall
+from torchweft.pipeline.split.rows import identity
+from torchweft.pipeline.split.stated_rule import Numbers, Reduction, StatedRule, run_for_numbers
+from torchweft.pipeline.split.tail import Tail
+from torchweft.pipeline.split.verify import verify
+from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, WholeForward
+from torchweft.pipeline.stage import Stage
+
+_ENOUGH = 3  # compared programs of a group
+
+
+class StepChoice(NamedTuple):
+    """The programs of one step, one per micro-batch, and its arguments: all leaves, and those of each micro-batch."""
+
+    call: SplitCall
+    scalars: Reduction | None
+    programs: Sequence[Program] = ()
+    plan: SplitPlan | None = None
+    leaves: Sequence[Any] = ()
+    pieces: Sequence[Sequence[Any]] = ()
+
+
+class SplitModel:
+    """A model with split points: its programs, and its stages. Raises SplitError for names that are not modules."""
+
+    _stage_type = SplitStage
+    _foreign: Collection[str] = frozenset()  # see `Program`
+
+    def __init__(
+        self, model: nn.Module, split: Sequence[str], devices: Devices, dims: BatchDims, stated: Reduction | None = None
+    ) -> None:
+        if any(isinstance(module, Skippable) for module in model.modules()):
+            raise SplitError("skippable layers declare the values that cross; leave split= out, and give balance=")
+        self.model, self.split, self.devices = model, list(split), list(devices)
+        self._dims = dims
+        self._stated: Reduction | None = stated
+        self._rules: dict[Hashable, StatedRule] = {}
+        self.recordings = 0
+        self.latest: Program | None = None
+        self.members = StageMembers(model, self.devices)
+        self._recorder = self._new_recorder()
+        self._programs = ProgramCache(type(model).__name__)
+        self._forms = RowForms(self._recorder)
+
+    def _new_recorder(self) -> ForwardRecorder:
+        return ForwardRecorder(self.model, self.split, self.devices)
+
+    def choose(
+        self, args: Any, kwargs: dict[str, Any], chunks: int, axis: Any, trials: Trials, *,
+        check: bool, graph: bool, outputs: bool,
+    ) -> StepChoice:  # fmt: skip
+        """A program for each micro-batch. Programs that are missing are recorded.
+
+        `axis` is the axis of the rows, an int or nested as ``(args, kwargs)``. With `check`, new programs are compared
+        with the plain forward. With `graph`, copies stay connected with their originals. With `outputs`, the caller
+        gets the result of forward(). Raises BatchError if the mini-batch cannot be cut or its values cannot be joined,
+        SplitError for code that cannot be recorded and for programs that compute other values.
+        """
+        register_dataclasses((args, kwargs))
+        args, kwargs = _broadcast_whole((args, kwargs), axis)
+        plan, leaves = plan_split((args, kwargs), chunks, axis=axis)
+        pieces = plan.split(leaves)
+        joins = outputs and self._stated is None and len(plan.sizes) > 1
+        settings = joins, self._settings()
+        keys: dict[int, Hashable] = {}
+        chosen: list[Program] = []
+        for i, (rows, piece) in enumerate(zip(plan.sizes, pieces, strict=True)):
+            if rows not in keys:
+                keys[rows] = (plan.structure, *map(_leaf_key, piece))
+            program = self._programs.find((settings, keys[rows]), piece, self.members.find, trials.excluded)
+            if program is None:
+                of_rows = RowsOfCall(plan, piece, rows, check) if joins else None
+                program = self._add_program(unflatten(plan.structure, piece), piece, keys[rows], plan.axes, of_rows)
+                settings = joins, self._settings()  # the first run can have changed some
+                trials.recorded[program] = i
+            chosen.append(program)
+        if check:
+            self._verify(chosen, trials.recorded, plan.structure, pieces)
+        self.latest = chosen[0]
+        scalars = self._stated if outputs and len(plan.sizes) > 1 else None
+        if scalars is not None and check and chosen[0].recording.has_scalars:
+            plain = [x for x in leaves if isinstance(x, PLAIN) and not isinstance(x, slice)]
+            self._rule_of((_kind(settings, plan.structure, leaves), *plain), scalars, chosen[0]).check(
+                plan, leaves, pieces
+            )
+        call = SplitCall(self.members.programs_of_step(chosen, graph=graph), args, kwargs)
+        return StepChoice(call, scalars, chosen, plan, leaves, pieces)
+
+    def run(self, choice: StepChoice, serve: Callable[[Any], Any]) -> Any:
+        """Run one step: forward() on all rows, in which `serve` runs the stages; or `serve` after a comparison. It gets
+        the axes of the values that enter the tail, or None if stages run all of forward().
+
+        Raises ForwardChanged if a program does not fit, TailNeedsMore if the stages have to keep more values, and
+        BatchError if micro-batches take paths that cannot be joined.
+        """
+        assert choice.plan is not None
+        first = choice.programs[0]
+        others = {program: i for i, program in enumerate(choice.programs) if program is not first}
+        for program, i in others.items():
+            if not program.expected.implied_by(first.expected):
+                self._compare_calls(program, choice.pieces[i], choice.plan.structure)
+        if not first.joins_rows:
+            self._compare_calls(first, choice.pieces[0], choice.plan.structure, writes=True)
+            return serve(None)
+        _reject_other_forms(choice.programs)
+        buffers = [version(buffer) for buffer in self.model.buffers()]
+        sources = generators_of(self.devices)
+        states = get_states(sources)
+        axes = tuple([axis for _, axis in first.tail.enters])
+        try:
+            return self._follow_first_fitting([first, *others], choice, partial(serve, axes))
+        except TailNeedsMore as more:
+            used = first.recording.steps[more.place[0]]
+            self._keep_more((first, *others), more)
+            if buffers != [version(buffer) for buffer in self.model.buffers()]:
+                raise BatchError(
+                    f"the end of forward() now uses {used}, which it did not use when it was recorded. The stages have "
+                    "run without keeping it, and have changed buffers, so this step cannot be repeated. Nothing else "
+                    "has changed: later steps will keep it"
+                ) from None
+            set_states(sources, states)
+            raise
+
+    def _follow_first_fitting(self, programs: Sequence[Program], choice: StepChoice, serve: Callable[[], Any]) -> Any:
+        """Follow the first program whose decisions by inputs are those of all rows. If there is none, the first one."""
+        assert choice.plan is not None
+        rows, structure = sum(choice.plan.sizes), choice.plan.structure
+        decided = {tuple([step.expects for step in program.recording.steps]) for program in programs}
+        for program in programs if len(decided) > 1 else ():
+            with suppress(OtherBranch):
+                return self._follow(program, rows, serve, choice.leaves, structure, decides=True)
+        return self._follow(programs[0], rows, serve, choice.leaves, structure)
+
+    def _follow(
+        self,
+        program: Program,
+        rows: int,
+        serve: Callable[[], Any] | None,
+        leaves: Sequence[Any],
+        structure: Structure,
+        *,
+        decides: bool = False,
+    ) -> Any:
+        device = self.devices[-1] if self._recorder.mixed else None
+        forward = WholeForward(program.expected, program.tail, rows, serve, device, decides=decides)
+        try:
+            return forward.run(self.model, leaves, structure, self._recorder.modules.open)
+        except ForwardChanged as change:
+            change.program = program
+            raise
+
+    def _compare_calls(
+        self, program: Program, piece: Sequence[Any], structure: Structure, *, writes: bool = False
+    ) -> None:
+        """Compare the calls of forward() for one micro-batch with a program. With `writes`, this is the one call of
+        forward() in this step, so what it writes stays."""
+        restore = None if writes else keep_attributes(self._recorder.modules.open)
+        try:
+            self._follow(program, program.expected.rows, None, piece, structure)
+        finally:
+            if restore is not None:
+                restore()
+
+    def note_change(self, trials: Trials, change: ForwardChanged) -> None:
+        """Exclude a program that forward() does not follow in this step. Raises SplitError if it is a new one."""
+        program = cast(Program, change.program)
+        if program not in trials.recorded:
+            trials.excluded.add(program)
+        elif not program.expected.tolerate(change.step):
+            raise SplitError(
+                f"forward() of {type(self.model).__name__} does not do the same for all rows as for a micro-batch, or "
+                f"does something else in every run: {change}. Move code that depends on the number of rows, or on "
+                "state that changes in every run, into a submodule"
+            ) from None
+
+    def _keep_more(self, programs: Sequence[Program], more: TailNeedsMore) -> None:
+        """Let a value enter the tail that was not used by it so far, in these and in later programs of the form."""
+        form = programs[0].tail.form
+        assert form is not None
+        form.wanted.add(more.place)
+        for program in programs:
+            if program.tail.form is form:
+                tail = Tail(program.recording, program.tail.axes, form)
+                self._programs.replace(program, self._new_program(program.recording, tail, program.expected.rows))
+
+    def _add_program(
+        self, call: Any, piece: Sequence[Any], shape: Hashable, axes: Sequence[int | None], of_rows: "RowsOfCall | None"
+    ) -> Program:
+        program = self._recorded(call, axes, of_rows)
+        settings = of_rows is not None, self._settings()
+        steps = [(step.name, step.where, id(step.module)) for step in program.recording.steps]
+        form = _kind(settings, program.recording.structure, piece), *steps
+        if (oldest := self._programs.add((settings, shape), program, form, piece)) is not None:
+            self._drop(oldest)
+        return program
+
+    def _recorded(self, call: Any, axes: Sequence[int | None], of_rows: "RowsOfCall | None") -> Program:
+        """Record a new program for one micro-batch, and prepare the stages for it."""
+        self.recordings += 1
+        recording = self._recorder.record(*call, keep=of_rows is not None)
+        check_axes(recording, axes, self._dims)
+        form = None if of_rows is None else self._forms.find(recording, of_rows)
+        tail = Tail(recording, axes, form)
+        if of_rows is not None:
+            self._forms.reject_mixed(recording, tail, of_rows)
+        rows = next((x.shape[axis] for x, axis in zip(flatten(call)[0], axes, strict=True) if axis is not None), 1)
+        program = self._new_program(recording, tail, rows)
+        self._compare(program)
+        if self.members.add(program):
+            self.place()
+        return program
+
+    def _new_program(self, recording: Recording, tail: Tail, rows: int) -> Program:
+        expected = ExpectedCalls(self.model, recording, tail, rows)
+        return Program(recording, self.devices, tail, expected, self._foreign)
+
+    def _compare(self, program: Program) -> None:
+        """Raise SplitError if another process has recorded another program."""
+
+    def _rule_of(self, kind: Hashable, stated: Reduction, program: Program) -> StatedRule:
+        if kind not in self._rules:
+            while len(self._rules) >= PROGRAMS:
+                del self._rules[next(iter(self._rules))]
+            self._rules[kind] = StatedRule(type(self.model).__name__, stated, partial(self._run_for_numbers, program))
+        return self._rules[kind]
+
+    def _run_for_numbers(self, program: Program, call: Any) -> Numbers:
+        return run_for_numbers(self._recorder, program.recording, call)
+
+    def _verify_on(self, program: Program, call: Any) -> None:
+        structure = flatten(call)[1]
+
+        def replay(leaves: Sequence[Any]) -> Any:
+            def stages() -> Any:
+                return self._recorder.replay(program, leaves, self.members.find)
+
+            serve = stages if program.joins_rows else None
+            try:
+                result = self._follow(program, program.expected.rows, serve, leaves, structure)
+            except (ForwardChanged, TailNeedsMore) as change:
+                raise SplitError(
+                    f"forward() of {type(self.model).__name__} does something else in every run: {change}; move code "
+                    "that depends on state which changes in every run into a submodule"
+                ) from None
+            return stages() if serve is None else result
+
+        verify(self._recorder, program, replay, *call)
+
+    def _drop(self, program: Program) -> None:
+        self._programs.drop(program)
+
+    def _verify(
+        self, chosen: Sequence[Program], recorded: dict[Program, int], structure: Structure, pieces: Sequence[Any]
+    ) -> None:
+        """Compare new programs with the plain forward, on another micro-batch than the recorded one. If the mini-batch
+        has no other, compare on the recorded one now, and again on the next micro-batch."""
+        # A few programs of a group are compared for all of it. Each step compares the calls of forward() anyway.
+        due = [p for p in dict.fromkeys(chosen) if not p.verified and p.group.verified < _ENOUGH]
+        for program in due:
+            at = [i for i, of_micro_batch in enumerate(chosen) if of_micro_batch is program]
+            other = [i for i in at if i != recorded.get(program)]
+            try:
+                self._verify_on(program, unflatten(structure, pieces[(other or at)[-1]]))
+            # An interrupt too: a program whose comparison did not end must not be trusted.
+            except BaseException as error:
+                add_advice(error)
+                self._drop(program)
+                program.group.restart()
+                raise
+            if other:
+                program.mark_verified()
+
+    def _settings(self) -> Hashable:
+        """State that the code between blocks can depend on in addition to its arguments."""
+        seen: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()]
+        seen += [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+        # Hooks of open modules are recorded as code between blocks. Their handles have keys that are never reused.
+        for module in self._recorder.modules.open:
+            seen += [module.training, *map(id, module._modules.values())]
+            seen += [*module._forward_hooks, *module._forward_pre_hooks]
+        return *seen, self._recorder.state.key()
+
+    def stages(self) -> tuple[list[Stage], Crossing]:
+        return self.members.build(self._stage_type)
+
+    def homes(self) -> dict[int, int]:
+        return self.members.homes(self.split)
+
+    def place(self) -> None:
+        self.members.place(self.homes())
+
+
+def _kind(settings: Hashable, structure: Structure, leaves: Sequence[Any]) -> Hashable:
+    """The kind of a call. Calls that differ only in sizes have the same kind."""
+    kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else cast("type[Any]", type(x)) for x in leaves]
+    return settings, structure, *kinds
+
+
+def _leaf_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device
+    # The type too, because 1 == True. Other objects count by identity: their contents could change unnoticed.
+    return cast("type[Any]", type(leaf)), leaf if isinstance(leaf, PLAIN) else id(leaf)
+
+
+def _broadcast_whole(call: Arguments, axis: Any) -> Arguments:
+    """Wrap tensors with one row in `NoChunk` if others have more, such as one mask for all rows."""
+    leaves, structure = flatten(call)
+    pairs = zip(leaves, broadcast_prefix(axis, structure), strict=True)
+    rows: list[int] = [x.shape[k] if isinstance(x, Tensor) and k is not None and x.dim() > k else 0 for x, k in pairs]
+    if 1 not in rows or max(rows) == 1:
+        return call
+    return unflatten(structure, [NoChunk(x) if count == 1 else x for x, count in zip(leaves, rows, strict=True)])
+
+
+def _reject_other_forms(programs: Sequence[Program]) -> None:
+    """Raise BatchError if the values that enter the tail differ in number or form between micro-batches."""
+    forms: dict[Program, list[Any]] = {}
+    for program in programs:
+        if program not in forms:
+            entering = [(value, axis, value.form) for value, axis in program.tail.enters]
+            forms[program] = [(axis, form and (len(form.shape), form.dtype)) for _, axis, form in entering]
+    first = programs[0]
+    for program, of_program in forms.items():
+        if of_program != forms[first]:
+            pairs = zip(first.recording.steps, program.recording.steps, strict=False)
+            one, other = next(((x, y) for x, y in pairs if identity(x) != identity(y)), (first, program))
+            raise BatchError(
+                f"micro-batches take other paths through forward(): one comes to {one}, another one to {other}. So the "
+                "values that its end uses differ in number or form, and cannot be joined; move the decision before it "
+                "into a submodule, or make it outside and pass its result as an argument"
+            )

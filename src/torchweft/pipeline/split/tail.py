@@ -1,0 +1,212 @@
+"""The tail of forward(): the steps at its end that join rows. They run once per step of training, on all rows.
+
+    embed  block  add  block  head | view  cross_entropy  mean
+    the stages, on micro-batches   | the tail: the model's own Python, on the joined values
+
+A loss is rarely a mean of the losses of micro-batches: a mask leaves out unequal numbers of tokens, classes have
+weights, rows are compared with each other. So such code is not cut. It is found by dependence, not by position:
+
+    makes rows      a block with parameters, or a function that reads a parameter, whose result has rows
+    loses rows      a step that makes a value without rows from values with rows
+    tail            steps that lose rows, unless a step that makes rows needs them; all that depends on these; and all
+                    after the last step that makes rows
+
+So a loss between two blocks (deep supervision) is in the tail, and a tied ``F.linear(x, embedding.weight)`` is not.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from torchweft.core.errors import BatchError, join_faults
+from torchweft.pipeline.split.recording import (
+    RecordedValue,
+    Recording,
+)
+from torchweft.pipeline.split.rows import NONE, RowForm, RowKind
+
+# How forward() on all rows performs a step: it is answered by a tensor without numbers, because the stages run it; it
+# runs here too, because the tail needs its result and it depends on inputs and parameters only; or it is in the tail.
+Way = Literal["answer", "here", "tail"]
+
+
+class Entering(NamedTuple):
+    """A value that enters the tail, and the axis along which its micro-batches are joined. None: it depends on no row,
+    so the value of the first micro-batch is taken."""
+
+    value: RecordedValue
+    axis: int | None
+
+
+class Tail:
+    """The division of a recording into stages and tail. Without a `form`, the tail is empty: stages run all of it."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        axes: Sequence[int | None],
+        form: RowForm | None,
+    ) -> None:
+        """`axes` are the axes of the rows in the inputs. Raises BatchError for values that enter, but cannot be
+        joined."""
+        self._steps, self.form, self.axes = recording.steps, form, axes
+        self._derived = self._find_derived(recording, axes)
+        self.writes = self._find_writes()
+        self.pure = self._find_pure()  # steps that depend on inputs and parameters only
+        self.steps: set[int] = set()
+        self.enters: list[Entering] = []
+        if form is not None:
+            rows_end = 1 + max(filter(self._makes_rows, range(len(self._steps))), default=-1)
+            needed = self._needed(k for k in range(rows_end) if self._makes_rows(k) or self._decides(k))
+            self.steps = self._find_tail(rows_end, needed)
+            entering = self._entering(recording, form.wanted)
+            while more := {v.step for v in entering if self._regroups(v)} - needed:
+                self.steps |= more
+                self._add_dependent(self.steps)
+                entering = self._entering(recording, form.wanted)
+            self.enters = self._joined(entering)
+            self.writes -= self.steps
+        here = self.writes | self._find_here(recording)
+        self.ways: list[Way] = [
+            "tail" if k in self.steps else "here" if k in here else "answer" for k in range(len(self._steps))
+        ]
+        self.last_answered = max((k for k, way in enumerate(self.ways) if way == "answer"), default=-1)
+
+    def kind_of(self, value: RecordedValue) -> RowKind:
+        step = self._steps[value.step]
+        if self.form is None:
+            return NONE
+        return self.form.kinds_of(value.step, len(step.makes))[step.makes.index(value)]
+
+    def is_of_state(self, k: int) -> bool:
+        """Whether a step depends on no row."""
+        return self._derived.isdisjoint(self._steps[k].reads.values())
+
+    def _find_derived(self, recording: Recording, axes: Sequence[int | None]) -> set[RecordedValue]:
+        """The values that depend on rows."""
+        derived = {value for value, axis in zip(recording.inputs, axes, strict=True) if axis is not None}
+        for k, step in enumerate(self._steps):
+            made = [value for value in step.makes if value is not None]
+            by_shape = self.form is not None and any(kind != NONE for kind in self.form.kinds_of(k, len(step.makes)))
+            if by_shape or not derived.isdisjoint(step.reads.values()):
+                derived.update(made)
+        return derived
+
+    def _find_writes(self) -> set[int]:
+        """Steps that write to buffers and depend on no row, such as a counter. They run once per step of training, in
+        forward() itself, and the stages see their effect."""
+        # Only if a buffer is written before it is read. A stage would see the later value in place of the earlier one.
+        accesses: dict[str, list[tuple[int, bool]]] = {}
+        for k, step in enumerate(self._steps):
+            for leaf, value in step.reads.items():
+                if value.kind == "own":
+                    accesses.setdefault(value.key, []).append((k, leaf in step.writes))
+        blocks = [f"{step.name}." for step in self._steps if step.module is not None]
+        found: set[int] = set()
+        for name, of_name in accesses.items():
+            writes = [k for k, is_write in of_name if is_write]
+            first_ones = of_name[: len(writes)]
+            is_counter = all(is_write for _, is_write in first_ones) and all(map(self._is_free, writes))
+            if writes and is_counter and not name.startswith(tuple(blocks)):
+                found.update(writes)
+        return found
+
+    def _is_free(self, k: int) -> bool:
+        """Whether a step depends on no row, draws nothing, and writes to tensors of the model only."""
+        step = self._steps[k]
+        own = all(value.kind in ("own", "const") for value in step.reads.values())
+        return own and step.module is None and not step.draws and all(k in step.reads for k in step.writes)
+
+    def _find_pure(self) -> set[int]:
+        """Steps that depend on inputs and parameters only, without side effects."""
+        written = {storage for step in self._steps for storage in step.stored}
+        pure: set[int] = set()
+        for k, step in enumerate(self._steps):
+            if step.module is not None or step.writes or step.draws:
+                continue
+            if any(value is not None and value.storage in written for value in step.makes):
+                continue
+            if all(v.step in pure if v.kind == "made" else v.storage not in written for v in step.reads.values()):
+                pure.add(k)
+        return pure
+
+    def _makes_rows(self, k: int) -> bool:
+        step = self._steps[k]
+        if step.module is None:
+            trained = any(value.kind == "own" for value in step.reads.values())
+        else:
+            trained = step.draws or any(True for _ in (*step.module.parameters(), *step.module.buffers()))
+        return trained and any(value and self.kind_of(value).name in ("rows", "several") for value in step.makes)
+
+    def _loses_rows(self, k: int) -> bool:
+        made = [value for value in self._steps[k].makes if value in self._derived and value.form is not None]
+        lost = [self.kind_of(value).name in ("none", "mixed") for value in made]
+        # A block that also makes values with rows stays in the stages.
+        together = all if self._steps[k].module is not None else any
+        return k not in self.pure and bool(made) and together(lost)
+
+    def _decides(self, k: int) -> bool:
+        return self._steps[k].expects is not None
+
+    def _needed(self, steps: Iterable[int]) -> set[int]:
+        """These steps and all that they depend on."""
+        needed = set(steps)
+        for k in sorted(range(len(self._steps)), reverse=True):
+            if k in needed:
+                needed.update(value.step for value in self._steps[k].reads.values() if value.kind == "made")
+        return needed
+
+    def _find_tail(self, rows_end: int, needed: set[int]) -> set[int]:
+        tail = {k for k in range(len(self._steps)) if self._loses_rows(k)} - needed
+        tail.update(range(rows_end, len(self._steps)))
+        self._add_dependent(tail)
+        return tail
+
+    def _add_dependent(self, tail: set[int]) -> None:
+        for k, step in enumerate(self._steps):
+            if any(value.kind == "made" and value.step in tail for value in step.reads.values()):
+                tail.add(k)
+
+    def _entering(self, recording: Recording, wanted: Collection[tuple[int, int]]) -> list[RecordedValue]:
+        inside = self.steps | self.pure
+        reads = [value for k in sorted(self.steps) for value in self._steps[k].reads.values()]
+        more = [value for k, leaf in wanted if (value := self._steps[k].makes[leaf]) is not None]
+        entering = [v for v in (*reads, *recording.reads.values(), *more) if v.kind == "made" and v.step not in inside]
+        return list(dict.fromkeys(entering))
+
+    def _regroups(self, value: RecordedValue) -> bool:
+        """Whether a value is made by a function that only regroups rows, which the tail can do as well."""
+        return self.kind_of(value).name == "several" and self._steps[value.step].module is None
+
+    def _joined(self, entering: Iterable[RecordedValue]) -> list[Entering]:
+        joined: list[Entering] = []
+        faults: list[str] = []
+        for value in entering:
+            step, kind = self._steps[value.step], self.kind_of(value)
+            if value.form is None:
+                faults.append(f"{step} returns an object that is not a tensor")
+            elif kind.name in ("rows", "several"):
+                joined.append(Entering(value, kind.axis))
+            elif kind == NONE and value not in self._derived and not step.draws:
+                joined.append(Entering(value, None))
+            else:
+                faults.append(f"{step} makes a tensor of shape {value.form.shape}")
+        if faults:
+            headline = (
+                "these values of the stages depend on rows but do not have one row for each that comes in, and the end "
+                "of forward() or the caller uses them. No rule would join their micro-batches exactly. Compute them in "
+                "the code between blocks, from values with rows; or leave them out (a balancing loss of experts is "
+                "often an option of the config); or state how the numbers of micro-batches are combined: "
+                "loss_reduction='mean' (by rows) or 'sum':"
+            )
+            raise BatchError(join_faults(headline, faults))
+        return joined
+
+    def _find_here(self, recording: Recording) -> set[int]:
+        """Steps that forward() runs itself before the tail, because the tail needs their results."""
+        read = [v for k in self.steps for v in self._steps[k].reads.values()]
+        read += recording.reads.values() if self.form is not None else ()
+        wanted = {value.step for value in read if value.kind == "made"}
+        # Decisions by state, which can have changed; and those by inputs, because those of all rows count in the tail.
+        decisions = [k for k in range(len(self._steps)) if self._decides(k)]
+        wanted.update(k for k in decisions if self.steps or self.is_of_state(k))
+        return {k for k in self._needed(wanted & self.pure) if k in self.pure} - self.steps
