@@ -15,7 +15,7 @@ import torchweft as weft
 from tests.pipeline.split.zoo import HUGGING, UNet, ids, text
 from torchweft.core.errors import SpecError
 from torchweft.pipeline.microbatch import split
-from torchweft.pipeline.split import split_pipe
+from torchweft.pipeline.split import program_cache
 from torchweft.pipeline.weights import map_tensors
 
 ROWS = (8, 7, 3, 1, 8)
@@ -385,7 +385,7 @@ def drop_programs() -> list[tuple[float, int, int]]:
     torch.manual_seed(0)
     plain = Reordered()
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=1, split=["second"], group=dist.group.WORLD)
-    before, split_pipe.PROGRAMS = split_pipe.PROGRAMS, 2
+    before, program_cache.PROGRAMS = program_cache.PROGRAMS, 2
     results: list[tuple[float, int, int]] = []
     try:
         with warnings.catch_warnings():
@@ -395,7 +395,7 @@ def drop_programs() -> list[tuple[float, int, int]]:
                 worst = float((pipe(x) - plain(x)).detach().abs().max())
                 results.append((worst, pipe.statistics()["recordings"], len(pipe._layout._split_model._by_number)))
     finally:
-        split_pipe.PROGRAMS = before
+        program_cache.PROGRAMS = before
     return results
 
 

@@ -15,7 +15,7 @@ from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal
 from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import gpt2
 from torchweft.pipeline.microbatch import micro_sizes
-from torchweft.pipeline.split import split_pipe
+from torchweft.pipeline.split import split_model
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -102,8 +102,8 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         seen.append(program)
         return plain(recorder, program, *call)
 
-    plain = split_pipe.verify
-    monkeypatch.setattr(split_pipe, "verify", counted)
+    plain = split_model.verify
+    monkeypatch.setattr(split_model, "verify", counted)
     return seen
 
 

@@ -17,7 +17,7 @@ from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
 from tests.pipeline.test_pipe_modes import LinearCounter
 from torchweft.core.errors import BatchError, SplitError, UsageError
-from torchweft.pipeline.split import split_pipe
+from torchweft.pipeline.split import program_cache
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -236,7 +236,7 @@ def test_the_least_recently_used_program_is_dropped_first(monkeypatch: pytest.Mo
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(x) * int(x[0, 0])
 
-    monkeypatch.setattr(split_pipe, "PROGRAMS", 2)
+    monkeypatch.setattr(program_cache, "PROGRAMS", 2)
     pipe = cut(Deciding(), chunks=1, verify=False)
 
     def recordings(rows: int, number: int) -> int:

@@ -234,7 +234,7 @@ def test_copies_of_tied_parameters_belong_to_their_readers(checkpoint: str, monk
         return copies
 
     monkeypatch.setattr(members, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
-    monkeypatch.setattr(split_pipe, "_copied", copied)
+    monkeypatch.setattr(members, "_copied", copied)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {threading.current_thread().name}")
     pipe = cut(Shared(), "other", "head", chunks=3, executor="threads", checkpoint=checkpoint, verify=False)
     pipe(rows(6, 8)).main.square().sum().backward()

@@ -66,6 +66,7 @@ class ExpectedCalls:
         changed = {step.reads.get(k) for step in self.steps for k in (*step.writes, *step.same.values())}
         self._changed = [k for k, value in enumerate(recording.inputs) if value in changed]
         self._slots: dict[str, tuple[dict[str, Any], str]] = {}
+        self.runs_hooks = False  # whether forward hooks of blocks run when these are answered
         self._implied: WeakKeyDictionary[ExpectedCalls, bool] = WeakKeyDictionary()
         self._shapes: dict[int, dict[RecordedValue, tuple[int, ...]]] = {}
         self._bases: dict[tuple[torch.dtype, torch.device], Tensor] = {}

@@ -144,9 +144,8 @@ class Program:
         for name, of_stage in zip(self.order, members[1:], strict=False):
             if not of_stage:
                 raise SplitError(
-                    f"the stage that begins with {name!r} would be empty, because it only computes values that join the "
-                    "rows of a mini-batch, such as a loss, and these are computed once for all rows; leave it out of "
-                    "split"
+                    f"the stage that begins with {name!r} would be empty, because it only computes values that join "
+                    "rows, such as a loss, and these are computed once for all rows; leave it out of split"
                 )
 
     def join_group(self, group: ProgramGroup) -> None:

@@ -89,5 +89,5 @@ class Trials:
     """The programs that one step has tried so far: those that forward() does not follow, and those recorded for it."""
 
     def __init__(self) -> None:
-        self.excluded: set[Program] = set()
-        self.recorded: dict[Program, int] = {}  # with the micro-batch that each was recorded on
+        self.excluded: set[Any] = set()
+        self.recorded: dict[Any, int] = {}  # with the micro-batch that each was recorded on

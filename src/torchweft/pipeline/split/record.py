@@ -72,7 +72,7 @@ _LEAVES = {Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype,
 # Recordings of a kind in which reads are noted. Later recordings read the same state. Noting replaces a method of
 # module classes, and Python stops caching the attributes of a class that changes too often.
 _WATCHED = 4
-_one_at_a_time = threading.RLock()  # a recording patches classes, which the whole process shares
+one_at_a_time = threading.RLock()  # a recording patches classes, which the whole process shares
 
 
 class ForwardRecorder:
@@ -92,7 +92,7 @@ class ForwardRecorder:
         """Run the plain forward. If stages have several devices, tensors are moved as in a recording."""
         if not self.watched:
             return self.model(*args, **kwargs)
-        with _one_at_a_time:
+        with one_at_a_time:
             return _ForwardRun(self).run(args, kwargs)
 
     def replay(self, program: Program, leaves: Sequence[Any], owned: Owned) -> Any:
@@ -117,7 +117,7 @@ class ForwardRecorder:
         With `optional`, split points need not be called. With `keep`, values have copies of their tensors. Raises
         SplitError, with file and line, for code that cannot be recorded.
         """
-        with _one_at_a_time:
+        with one_at_a_time:
             self.modules.resolve()
             self.modules.reject_backward_hooks()
             while (recording := self._record(args, kwargs, keep)) is None:
@@ -236,6 +236,7 @@ class _ForwardRun(TorchFunctionMode):
             register_dataclasses((args, kwargs))
             step = _step(modules.names[id(module)], module, args, kwargs, module=module)
             self.reject_python_draws(f" before {step.name}")
+            self.values.recording.has_hooks |= bool(module._forward_hooks)
             try:
                 return self._record_step(step, partial(plain, module))
             finally:
@@ -251,6 +252,7 @@ class _ForwardRun(TorchFunctionMode):
     def _record_step(self, step: Instruction, run: Callable[..., Any]) -> Any:
         leaves, blocks = step.leaves, [] if step.module is None else [step.module]
         step.reads, step.advice = self.values.read_leaves(leaves), self._modules.advice(step.advice)
+        step.opened = self._modules.advice("")
         device = self._device if self._recorder.mixed else None
         inputs = leaves if device is None else [moved(x, device) for x in leaves]
         # A write in place raises the version of a tensor. No other sign of it exists in Python.

@@ -73,6 +73,7 @@ class Instruction:
     stored: set[int] = field(default_factory=set[int])  # the storages written in place
     draws: bool = False
     dynamic: bool = False  # the shape of its result depends on data
+    opened: str = ""  # the reason why the block that it is in was opened
     function: Any = None  # the function that forward() called
     modes: Any = None  # the grad mode and autocasts that the model's own code has set
     result: Structure | None = None  # the nesting of the result; None: a single tensor
@@ -103,6 +104,7 @@ class Recording:
     has_scalars: bool = False  # whether a leaf of the result is one number per micro-batch
     # Tensors read after a write through a view: the steps that made them, and that wrote (-1: before the first one).
     aliases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    has_hooks: bool = False  # whether a block had forward hooks when it was called
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:

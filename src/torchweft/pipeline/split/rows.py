@@ -14,6 +14,8 @@ numbers a `flip`.
 
 import math
 from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor
@@ -47,32 +49,52 @@ class RowForm:
     """The kinds of the values of one form of a program, and the dependence of its plain arguments. Recordings with the
     same steps have the same form, whatever their sizes."""
 
-    def __init__(self, first: Recording, second: Recording, rows: int, more: int) -> None:
-        """`first` has that many `rows`, `second` has `more`. If they take different branches, then `compared` is the
-        number of steps before that."""
-        pairs = zip(first.steps, second.steps, strict=False)
-        differ = (k for k, (one, other) in enumerate(pairs) if identity(one) != identity(other))
-        self.compared = next(differ, min(len(first.steps), len(second.steps)))
+    def __init__(self, first: Recording, second: Recording, rows: int, more: int, *, by_whole: bool = False) -> None:
+        """`first` has that many `rows`, `second` has `more`. With `by_whole`, `second` is one of all rows, and has other
+        steps."""
+        self.by_whole = by_whole
+        # By the number of a step: that of its partner in the second recording.
+        self.partners = _partners(first, second) if by_whole else _equal_beginning(first, second)
         # Values that enter the tail in any case, because it once used them: the numbers of step and leaf.
         self.wanted: set[tuple[int, int]] = set()
-        self.kinds: list[list[RowKind]] = []
-        self.arguments: list[list[Dependence]] = []
-        for one, other in zip(first.steps[: self.compared], second.steps, strict=False):
-            forms = zip(one.makes, other.makes, strict=True)
-            self.kinds.append([_kind(x and x.form, y and y.form, rows, more) for x, y in forms])
+        self.kinds: dict[int, list[RowKind]] = {}
+        self.arguments: dict[int, list[Dependence]] = {}
+        # Leaves of results that are not tensors, by the numbers of step and leaf.
+        self.plain: dict[tuple[int, int], Dependence] = {}
+        for k, partner in self.partners.items():
+            one, other = first.steps[k], second.steps[partner]
+            # A size that depends on data could be that of the rows by chance.
+            by_data = one.module is None and (one.dynamic or other.dynamic)
+            if not by_data and len(one.makes) == len(other.makes):
+                forms = zip(one.makes, other.makes, strict=True)
+                self.kinds[k] = [_kind(x and x.form, y and y.form, rows, more) for x, y in forms]
+            for (leaf, x), (_, y) in zip(one.plain, other.plain, strict=False):
+                self.plain[k, leaf] = _dependence(x, y, rows, more)
             leaves = zip(one.leaves, other.leaves, strict=False)
-            self.arguments.append([_dependence(x, y, rows, more) for x, y in leaves])
+            self.arguments[k] = [_dependence(x, y, rows, more) for x, y in leaves]
 
     def kinds_of(self, step: int, count: int) -> Sequence[RowKind]:
-        return self.kinds[step] if step < self.compared else [MIXED] * count
+        return self.kinds.get(step) or [MIXED] * count
 
     def arguments_of(self, step: int) -> Sequence[Dependence]:
-        return self.arguments[step] if step < self.compared else ()
+        return self.arguments.get(step, ())
+
+
+def _equal_beginning(first: Recording, second: Recording) -> dict[int, int]:
+    pairs = zip(first.steps, second.steps, strict=False)
+    equal = takewhile(lambda pair: identity(pair[0]) == identity(pair[1]), pairs)
+    return {k: k for k, _ in enumerate(equal)}
+
+
+def _partners(first: Recording, second: Recording) -> dict[int, int]:
+    words = [[(step.name, step.where, step.module) for step in recording.steps] for recording in (first, second)]
+    blocks = SequenceMatcher(None, *words, autojunk=False).get_matching_blocks()
+    return {one + k: other + k for one, other, size in blocks for k in range(size)}
 
 
 def more_rows(rows: int) -> Iterator[tuple[int, list[int]]]:
     """Numbers of rows for a second recording, to be tried in turn, and the rows of the first one that they repeat."""
-    for more in (rows + 3, rows + 4, 3 * rows + 3):
+    for more in (rows + 3, rows + 4):
         yield more, [*[0] * FRONT, *range(rows), *[rows - 1] * (more - rows - FRONT)]
 
 
@@ -106,23 +128,32 @@ def same(recorded: Any, now: Any) -> bool:
 
 
 def find_mixed_rows(
-    first: Recording, second: Recording, form: RowForm, rows: int, steps: Sequence[int], *, training: bool
+    first: Recording,
+    second: Recording,
+    form: RowForm,
+    rows: int,
+    steps: Sequence[int],
+    *,
+    training: bool,
+    front: int = FRONT,
 ) -> tuple[list[str], set[tuple[int, int]]]:
     """The first of `steps` that makes a row which depends on other rows of the mini-batch, in words; and the values
     that cannot be compared, by the numbers of step and leaf: those that depend on random numbers, or on a batch norm
-    that uses its batch (in `training`, all of them do)."""
+    that uses its batch (in `training`, all of them do). `second` has `front` more rows before those of `first`."""
     random: set[RecordedValue] = set()
     for k in steps:
-        one, other = first.steps[k], second.steps[k]
+        if k not in form.partners:
+            continue
+        one, other = first.steps[k], second.steps[form.partners[k]]
         norms = one.module is not None and any(_uses_batch(m, training) for m in one.module.modules())
         if one.draws or norms or not random.isdisjoint(one.reads.values()):
             random.update(value for value in one.makes if value is not None)
             continue
-        for x, y, kind in zip(one.makes, other.makes, form.kinds_of(k, len(one.makes)), strict=True):
+        for x, y, kind in zip(one.makes, other.makes, form.kinds_of(k, len(one.makes)), strict=False):
             if x is None or y is None or kind.name not in ("rows", "several") or not isinstance(x.kept, Tensor):
                 continue
             length = x.kept.shape[kind.axis]
-            same_rows = y.kept.narrow(kind.axis, length // rows * FRONT, length)
+            same_rows = y.kept.narrow(kind.axis, length // rows * front, length)
             if (fault := difference(x.kept, same_rows)) is not None:
                 return [f"{one}: its rows differ {fault} if more rows are added"], set()
     return [], {(value.step, value.key) for value in random}

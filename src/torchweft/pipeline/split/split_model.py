@@ -27,15 +27,15 @@ from torchweft.pipeline.skip import Skippable
 from torchweft.pipeline.split.auto import Arguments
 from torchweft.pipeline.split.axes import check_axes
 from torchweft.pipeline.split.expected import ExpectedCalls, TailNeedsMore
-from torchweft.pipeline.split.isolation import keep_attributes
+from torchweft.pipeline.split.isolation import copies, keep_attributes, undisturbed
 from torchweft.pipeline.split.members import StageMembers
 from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.program import Program, SplitCall, SplitStage
 from torchweft.pipeline.split.program_cache import PROGRAMS, ProgramCache, Trials
 from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.recording import Devices, Recording
-from torchweft.pipeline.split.row_forms import RowForms, RowsOfCall
-from torchweft.pipeline.split.rows import identity
+from torchweft.pipeline.split.row_forms import Longer, RowForms, RowsOfCall, drop_copies
+from torchweft.pipeline.split.rows import RowForm, identity
 from torchweft.pipeline.split.stated_rule import Numbers, Reduction, StatedRule, run_for_numbers
 from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.split.verify import verify
@@ -43,6 +43,13 @@ from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, 
 from torchweft.pipeline.stage import Stage
 
 _ENOUGH = 3  # compared programs of a group
+
+
+class FollowedRecording:
+    """A recording that forward() follows on all rows, while the stages run programs of other recordings."""
+
+    def __init__(self, tail: Tail, expected: ExpectedCalls) -> None:
+        self.tail, self.expected = tail, expected
 
 
 class StepChoice(NamedTuple):
@@ -54,6 +61,7 @@ class StepChoice(NamedTuple):
     plan: SplitPlan | None = None
     leaves: Sequence[Any] = ()
     pieces: Sequence[Sequence[Any]] = ()
+    reference: FollowedRecording | None = None
 
 
 class SplitModel:
@@ -77,6 +85,7 @@ class SplitModel:
         self._recorder = self._new_recorder()
         self._programs = ProgramCache(type(model).__name__)
         self._forms = RowForms(self._recorder)
+        self._references: dict[Hashable, FollowedRecording] = {}
 
     def _new_recorder(self) -> ForwardRecorder:
         return ForwardRecorder(self.model, self.split, self.devices)
@@ -105,7 +114,8 @@ class SplitModel:
                 keys[rows] = (plan.structure, *map(_leaf_key, piece))
             program = self._programs.find((settings, keys[rows]), piece, self.members.find, trials.excluded)
             if program is None:
-                of_rows = RowsOfCall(plan, piece, rows, check) if joins else None
+                start = sum(plan.sizes[:i])
+                of_rows = RowsOfCall(plan, leaves, piece, rows, start, check) if joins else None
                 program = self._add_program(unflatten(plan.structure, piece), piece, keys[rows], plan.axes, of_rows)
                 settings = joins, self._settings()  # the first run can have changed some
                 trials.recorded[program] = i
@@ -119,8 +129,41 @@ class SplitModel:
             self._rule_of((_kind(settings, plan.structure, leaves), *plain), scalars, chosen[0]).check(
                 plan, leaves, pieces
             )
+        reference = None
+        if chosen[0].tail.form is not None and chosen[0].tail.form.by_whole:
+            reference = self._find_reference(plan, leaves, chosen[0], trials)
         call = SplitCall(self.members.programs_of_step(chosen, graph=graph), args, kwargs)
-        return StepChoice(call, scalars, chosen, plan, leaves, pieces)
+        return StepChoice(call, scalars, chosen, plan, leaves, pieces, reference)
+
+    def _find_reference(
+        self, plan: SplitPlan, leaves: Sequence[Any], program: Program, trials: Trials
+    ) -> FollowedRecording:
+        """The recording of all rows, of a model that takes another path for every number of rows."""
+        key = self._settings(), plan.structure, *map(_leaf_key, leaves)
+        reference = self._references.get(key)
+        if reference is None or reference in trials.excluded:
+            recording = self._record_whole(plan, leaves)
+            rows, axes = sum(plan.sizes), plan.axes
+            form = RowForm(recording, program.recording, rows, program.expected.rows, by_whole=True)
+            tail = Tail(recording, axes, form)
+            reference = FollowedRecording(tail, ExpectedCalls(self.model, recording, tail, rows))
+            while len(self._references) >= PROGRAMS:
+                del self._references[next(iter(self._references))]
+            drop_copies(recording)
+            self._references[key] = reference
+            trials.recorded[reference] = 0
+        partners = cast(RowForm, reference.tail.form).partners
+        entering = [[(v.step, v.key, axis) for v, axis in tail.enters] for tail in (reference.tail, program.tail)]
+        if [(partners.get(k), key, axis) for k, key, axis in entering[0]] != entering[1]:
+            raise SplitError(
+                f"forward() of {type(self.model).__name__} does not call the same blocks and functions for all rows as "
+                "for a micro-batch, and its end uses other values of them; move code that depends on the number of "
+                "rows into a submodule, or use chunks=1"
+            )
+        return reference
+
+    def _record_whole(self, plan: SplitPlan, leaves: Sequence[Any]) -> Recording:
+        return self._recorder.record(*unflatten(plan.structure, leaves), keep=True)
 
     def run(self, choice: StepChoice, serve: Callable[[Any], Any]) -> Any:
         """Run one step: forward() on all rows, in which `serve` runs the stages; or `serve` after a comparison. It gets
@@ -161,6 +204,8 @@ class SplitModel:
         """Follow the first program whose decisions by inputs are those of all rows. If there is none, the first one."""
         assert choice.plan is not None
         rows, structure = sum(choice.plan.sizes), choice.plan.structure
+        if choice.reference is not None:
+            return self._follow(choice.reference, rows, serve, choice.leaves, structure)
         decided = {tuple([step.expects for step in program.recording.steps]) for program in programs}
         for program in programs if len(decided) > 1 else ():
             with suppress(OtherBranch):
@@ -169,7 +214,7 @@ class SplitModel:
 
     def _follow(
         self,
-        program: Program,
+        program: Program | FollowedRecording,
         rows: int,
         serve: Callable[[], Any] | None,
         leaves: Sequence[Any],
@@ -199,7 +244,7 @@ class SplitModel:
 
     def note_change(self, trials: Trials, change: ForwardChanged) -> None:
         """Exclude a program that forward() does not follow in this step. Raises SplitError if it is a new one."""
-        program = cast(Program, change.program)
+        program = cast("Program | FollowedRecording", change.program)
         if program not in trials.recorded:
             trials.excluded.add(program)
         elif not program.expected.tolerate(change.step):
@@ -235,16 +280,44 @@ class SplitModel:
         self.recordings += 1
         recording = self._recorder.record(*call, keep=of_rows is not None)
         check_axes(recording, axes, self._dims)
-        form = None if of_rows is None else self._forms.find(recording, of_rows)
-        tail = Tail(recording, axes, form)
-        if of_rows is not None:
-            self._forms.reject_mixed(recording, tail, of_rows)
+        tail = Tail(recording, axes, None) if of_rows is None else self._tail_of(recording, of_rows)
         rows = next((x.shape[axis] for x, axis in zip(flatten(call)[0], axes, strict=True) if axis is not None), 1)
         program = self._new_program(recording, tail, rows)
         self._compare(program)
+        self._find_hooks(program, call)
         if self.members.add(program):
             self.place()
         return program
+
+    def _tail_of(self, recording: Recording, call: RowsOfCall) -> Tail:
+        """The tail of a recording. Raises BatchError if a row before it depends on other rows."""
+        form, longer = self._forms.find(recording, call)
+        if form is None:
+            whole = self._record_whole(call.plan, call.leaves)
+            form = RowForm(recording, whole, call.rows, sum(call.plan.sizes), by_whole=True)
+            longer = Longer(whole, call.whole(), call.start)
+        try:
+            tail = Tail(recording, call.plan.axes, form)
+            if longer is not None and call.check:
+                self._forms.reject_mixed(recording, longer, tail, call)
+        except BaseException:
+            self._forms.forget(form)
+            raise
+        drop_copies(recording)
+        return tail
+
+    def _find_hooks(self, program: Program, call: Any) -> None:
+        """Find out whether forward() needs the hooks of its blocks. Some libraries collect hidden states by hooks."""
+        if not program.recording.has_hooks:
+            return
+        leaves, structure = flatten(call)
+        for runs_hooks in (False, True):
+            program.expected.runs_hooks = runs_hooks
+            # Without its hooks, forward() can lack what they collect, and then it does something else, or raises.
+            with undisturbed(self.model, self.devices), suppress(ForwardChanged, Exception):
+                self._compare_calls(program, copies(leaves), structure)
+                return
+        program.expected.runs_hooks = False
 
     def _new_program(self, recording: Recording, tail: Tail, rows: int) -> Program:
         expected = ExpectedCalls(self.model, recording, tail, rows)

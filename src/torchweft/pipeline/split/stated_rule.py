@@ -5,8 +5,8 @@
 
 With such a statement forward() runs on micro-batches to its end, so that a schedule can begin backward before all
 forwards have ended. Whether the statement is true can depend on the data (a mask, a rare class), on the step (a ramp)
-and on the mode. So it is compared with the model in values and gradients: in the steps 1, 2, 3, 10, 100, 1,000 and so on
-of each kind of call.
+and on the mode. So it is compared with the model in values and gradients: in the steps 1, 2, 3, 10, 100, 1,000 and so
+on of each kind of call.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,8 +59,8 @@ class StatedRule:
             self._steps -= 1  # the next step compares again
             words = "their mean by rows" if self._reduction == "mean" else "their sum"
             headline = (
-                f"loss_reduction={self._reduction!r} is stated, but the numbers that {self._model} returns for all rows "
-                f"are not {words} over the micro-batches: labels or masks leave out unequal numbers, classes have "
+                f"loss_reduction={self._reduction!r} is stated, but the numbers that {self._model} returns for all "
+                f"rows are not {words} over the micro-batches: labels or masks leave out unequal numbers, classes have "
                 "weights, or the number is another function of all rows. Leave loss_reduction out, with "
                 "schedule='gpipe': then the end of forward() runs on all rows, and any loss is exact. Or give "
                 "num_items_in_batch= if the model divides a sum by it, with loss_reduction='sum'; or compute the loss "

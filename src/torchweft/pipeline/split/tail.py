@@ -117,17 +117,25 @@ class Tail:
         return own and step.module is None and not step.draws and all(k in step.reads for k in step.writes)
 
     def _find_pure(self) -> set[int]:
-        """Steps that depend on inputs and parameters only, without side effects."""
-        written = {storage for step in self._steps for storage in step.stored}
-        pure: set[int] = set()
-        for k, step in enumerate(self._steps):
-            if step.module is not None or step.writes or step.draws:
-                continue
-            if any(value is not None and value.storage in written for value in step.makes):
-                continue
-            if all(v.step in pure if v.kind == "made" else v.storage not in written for v in step.reads.values()):
-                pure.add(k)
-        return pure
+        """Steps that depend on inputs and parameters only, and write at most to tensors that such steps make."""
+        pure = {k for k, step in enumerate(self._steps) if step.module is None and not step.draws}
+        while True:
+            written = {storage for k, step in enumerate(self._steps) if k not in pure for storage in step.stored}
+            made = {v.storage for k in pure for v in self._steps[k].makes if v is not None and v.key >= 0}
+            wrong = {k for k in pure if not self._is_pure(k, pure, written, made)}
+            if not wrong:
+                return pure
+            pure -= wrong
+
+    def _is_pure(self, k: int, pure: set[int], written: set[int], made: set[int | None]) -> bool:
+        step = self._steps[k]
+        if not step.stored <= made or any(step.reads[j].kind != "made" for j in step.writes if j in step.reads):
+            return False
+        values = (*step.reads.values(), *(value for value in step.makes if value is not None))
+        return all(
+            (v.kind != "made" or v.step in pure or v.step == k) and (v.kind == "own" or v.storage not in written)
+            for v in values
+        )
 
     def _makes_rows(self, k: int) -> bool:
         step = self._steps[k]
@@ -179,7 +187,12 @@ class Tail:
 
     def _joined(self, entering: Iterable[RecordedValue]) -> list[Entering]:
         joined: list[Entering] = []
-        faults: list[str] = []
+        faults = [
+            f"{step} returns {plain!r} together with tensors"
+            for k, step in enumerate(self._steps)
+            for leaf, plain in (step.plain if step.module is not None and k not in self.steps else ())
+            if self.form is not None and self.form.plain.get((k, leaf)) in ("proportional", "unknown")
+        ]
         for value in entering:
             step, kind = self._steps[value.step], self.kind_of(value)
             if value.form is None:
@@ -189,7 +202,8 @@ class Tail:
             elif kind == NONE and value not in self._derived and not step.draws:
                 joined.append(Entering(value, None))
             else:
-                faults.append(f"{step} makes a tensor of shape {value.form.shape}")
+                why = step.opened and f"; {step.opened}"
+                faults.append(f"{step} makes a tensor of shape {value.form.shape}{why}")
         if faults:
             headline = (
                 "these values of the stages depend on rows but do not have one row for each that comes in, and the end "
@@ -209,4 +223,11 @@ class Tail:
         # Decisions by state, which can have changed; and those by inputs, because those of all rows count in the tail.
         decisions = [k for k in range(len(self._steps)) if self._decides(k)]
         wanted.update(k for k in decisions if self.steps or self.is_of_state(k))
-        return {k for k in self._needed(wanted & self.pure) if k in self.pure} - self.steps
+        here = self._needed(wanted & self.pure) & self.pure
+        # All that writes to the same tensors, too.
+        while True:
+            storages = {v.storage for k in here for v in self._steps[k].makes if v is not None}
+            writers = {k for k in self.pure if not self._steps[k].stored.isdisjoint(storages)}
+            if writers <= here:
+                return here - self.steps
+            here = self._needed(here | writers) & self.pure

@@ -15,7 +15,8 @@ are then the first micro-batch.
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from torchweft.pipeline.split.isolation import keep_attributes, moved_to_device
 from torchweft.pipeline.split.program import (
     moved,
 )
-from torchweft.pipeline.split.record import READS, casts_of_thread, in_modes
+from torchweft.pipeline.split.record import READS, casts_of_thread, in_modes, one_at_a_time
 from torchweft.pipeline.split.recording import (
     FORMS,
     RecordedValue,
@@ -85,6 +86,8 @@ class WholeForward(TorchFunctionMode):
         self._joined: Values = {}  # values of the stages that forward() does not hold yet
         self._branch = ""  # a decision that all rows take otherwise than a micro-batch, in words
         self._thread = threading.get_ident()
+        # Of the caller. forward() can set variables, such as one that collects the outputs of its blocks.
+        self._context = copy_context()
         self._outer = torch.is_grad_enabled(), casts_of_thread()
         self._compiled: list[tuple[nn.Module, Any]] = []  # blocks that are answered, and what they had at `_CALL`
 
@@ -98,7 +101,7 @@ class WholeForward(TorchFunctionMode):
         leaves = self._expected.inputs(leaves)
         self._values.update(zip(self._expected.recording.inputs, leaves, strict=True))
         try:
-            with self._answering(), self:
+            with self._answering(), self._patched_functions(), self:
                 args, kwargs = unflatten(structure, leaves)
                 result = model(*args, **kwargs)
             self._check_end(result)
@@ -137,7 +140,10 @@ class WholeForward(TorchFunctionMode):
         try:
             k = None if self._is_served_whole else self._next_step(None, module, args, kwargs)
             if k is not None and (self._serve is None or self._tail.ways[k] == "answer"):
-                return self._answer(k, args, kwargs)
+                result = self._answer(k, args, kwargs)
+                if self._expected.runs_hooks:
+                    _run_hooks(module, args, kwargs, result)
+                return result
             if k is None and not self._served:
                 raise self._change(f"calls {type(module).__name__}")
             self._run_stages()
@@ -284,7 +290,7 @@ class WholeForward(TorchFunctionMode):
         grad, casts = self._outer
         changed = [x for x, now in zip(casts, casts_of_thread(), strict=True) if x != now]
         with self._outside():
-            joined = in_modes(grad, changed, self._serve)
+            joined = self._context.run(in_modes, grad, changed, self._serve)
         enters = [entering.value for entering in self._tail.enters]
         self._joined = dict(zip(enters, joined, strict=True))
         del joined
@@ -314,6 +320,30 @@ class WholeForward(TorchFunctionMode):
             yield
         finally:
             self._remove_answers()
+
+    @contextmanager
+    def _patched_functions(self) -> Generator[None]:
+        """Context in which custom autograd functions are calls like any other. No mode sees their `apply`."""
+        if not any(step.name.endswith(".apply") for step in self._expected.steps):
+            yield
+            return
+        function = cast(Any, torch.autograd.Function)
+        # One thread at a time, because the class belongs to the process.
+        with one_at_a_time:
+            apply = cast(Any, vars(function)["apply"])
+
+            def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+                bound = apply.__get__(None, cls)
+                if self._is_native or threading.get_ident() != self._thread:
+                    return bound(*args, **kwargs)
+                with self._outside():
+                    return self.__torch_function__(bound, (), args, kwargs)
+
+            function.apply = classmethod(applied)
+            try:
+                yield
+            finally:
+                function.apply = apply
 
     def _install_answers(self) -> None:
         for module in self._expected.blocks:
@@ -363,3 +393,13 @@ def _become(held: Any, joined: Tensor) -> None:
             "forward() writes in place into a tensor of the blocks which its end has used before; use the out-of-place "
             f"form there ({error})"
         ) from error
+
+
+def _run_hooks(module: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Run the forward hooks of an answered block. They can take its result out of it, for the code between blocks."""
+    for key, hook in [*module._forward_hooks.items()]:
+        with suppress(TailNeedsMore):  # a hook that reads numbers does so in the stages
+            if key in module._forward_hooks_with_kwargs:
+                hook(module, args, kwargs, result)
+            else:
+                hook(module, args, result)
