@@ -419,7 +419,8 @@ class StepKind(NamedTuple):
 
 class PipeCall(NamedTuple):
     """One call of a pipe. `targets` is empty, or holds the target. `scalars` is the reduction for numbers of
-    micro-batches in the output. `owners` maps the id() of a parameter's copy to the parameter."""
+    micro-batches in the output. `owners` maps the id() of a parameter's copy to the parameter. `given` are the
+    positional arguments and the keywords of the caller."""
 
     main: Any
     targets: tuple[Any, ...]
@@ -431,6 +432,7 @@ class PipeCall(NamedTuple):
     scalars: str | None = None
     owners: Mapping[int, torch.Tensor] = _NO_OWNERS
     batch_tag: Any = None
+    given: Any = None
 
 
 def on_meta(module: nn.Module) -> bool:

@@ -171,10 +171,8 @@ class SplitLayout(PipeLayout):
         # settings for it, because no setting has changed.
         runtime = current_runtime(compare=False)
         owners = model.members.set_copies(runtime.stages, main.choice)
-        scale, tag = self._fixed.loss_scale, settings.batch_tag
-        request = PipeCall(
-            main, targets, axis, settings.chunks, settings.schedule, observer, scale, scalars, owners, batch_tag=tag
-        )
+        of_step, given = (self._fixed.loss_scale, scalars, owners, settings.batch_tag), (args, kwargs)
+        request = PipeCall(main, targets, axis, settings.chunks, settings.schedule, observer, *of_step, given)
         return runtime.serve(request, training=self._model.training)
 
     def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
@@ -299,7 +297,8 @@ class StageMembers:
         for s, (blocks, names, device) in enumerate(zip(self.blocks, self.owned, self._devices, strict=True)):
             shared = any(callers[module] > 1 for block in blocks for module in block.modules())
             turns = lock if shared and any(self._away) else nullcontext()
-            code = InterBlockParameters(self._model, names)
+            # Sorted: ranks number the parameters that they lend in this order, and that of a set differs per process.
+            code = InterBlockParameters(self._model, sorted(names))
             stages.append(stage_type(s, blocks, code, device, self._pairs, turns))
         return stages, [(bundle(s, t), s, (t,)) for s, t in sorted(self._pairs)]
 
