@@ -97,6 +97,7 @@ def train_beside_plain(name: str, schedule: str, sampled: bool = False, meta: bo
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # e.g. about a sample that is not used
+        warnings.filterwarnings("ignore", ".*spread unevenly over the ranks")
         settings: dict[str, Any] = {"split": split, "schedule": schedule, "sample": sample, **inside}
         pipe = weft.Pipe(model, chunks=4, group=dist.group.WORLD, **settings)
     if meta:
@@ -384,6 +385,18 @@ def count_in_a_buffer() -> tuple[float, int]:
         x = _inputs(rows)
         worst = max(worst, float((pipe(x) - plain(x)).detach().abs().max()))
     return worst, pipe.statistics()["recordings"]
+
+
+def own_unevenly() -> list[str]:
+    """Warnings for a model with most of its modules registered before the split point, without and with a sample."""
+    words: list[str] = []
+    for sample in (None, _inputs(2)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = Reordered()  # registers the last module first
+            weft.Pipe(model, chunks=2, split=["second"], sample=sample, group=dist.group.WORLD)
+        words += [str(warning.message) for warning in caught]
+    return words
 
 
 def share_a_counter() -> str:
