@@ -26,6 +26,7 @@ from torchweft.core.errors import SpecError, UsageError, WeightsError, join_faul
 from torchweft.core.rng import new_seed
 from torchweft.core.validation import Validator, suggest
 from torchweft.pipeline.config import (
+    NO_GROUP,
     BatchDim,
     BatchDims,
     Checkpoint,
@@ -33,6 +34,7 @@ from torchweft.pipeline.config import (
     OutputBatchDim,
     check_settings,
     reduction_of,
+    resolve_group,
 )
 from torchweft.pipeline.loss import LossFunction, LossScale, LossWeight
 from torchweft.pipeline.microbatch import micro_sizes
@@ -130,9 +132,12 @@ class Pipe(nn.Module):
         verify: compare every recorded program of the model's forward() once with forward() itself.
         group: a process group, or a one-dimensional `DeviceMesh`, of `torch.distributed`. Rank k runs the stages of
             worker k of the schedule, keeps their parameters, and runs the same script. The input counts on the rank of
-            the first stage, the target on that of the last. `devices` is then the device of this rank.
+            the first stage, the target on that of the last. `devices` is then the device of this rank. None is refused
+            under torchrun, because the group of a script without ``init_process_group()`` is None.
         output: with `group`, the ranks that get the output of ``pipe(x)``: ``"all"``, or ``"last"``, the rank of the
             last stage. The other ranks then get a zero, so that they can call ``backward()``. All ranks get a loss.
+        check_batches: with `group`, compare checksums of the mini-batch where several ranks are given it: in the first
+            10 steps, in every 100th, and at each new number of rows. BatchError is raised on all ranks if they differ.
 
     `chunks`, `balance`, `split`, `devices`, `checkpoint`, `schedule` and `executor` can also be assigned as attributes.
     Each step re-reads and validates them. Layers do not move when `balance` or `devices` change. With `group`,
@@ -178,21 +183,24 @@ class Pipe(nn.Module):
         sample: Any = None,
         split: Sequence[str] | Literal["auto"] | None = None,
         verify: bool = True,
-        group: "ProcessGroup | DeviceMesh | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = NO_GROUP,
         output: Literal["all", "last"] = "all",
+        check_batches: bool = True,
     ) -> None:
         super().__init__()
-        reduction = None
+        reduction, group = None, resolve_group(group)
         _reject_pipes(module, split)
         self._layout = _new_layout(grouped=group is not None, split=split is not None)
         arguments = LayoutArguments(
-            balance, devices, sample, split, verify, group, executor, schedule, chunks, loss_scale
+            balance, devices, sample, split, verify, group, executor, schedule, chunks, loss_scale, check_batches
         )
         with Validator("this Pipe cannot be used") as check:
             dims = check.call(BatchDims, batch_dim, output_batch_dim)
             cuts = self._layout.resolve(check, module, dims, arguments)
             check.choice("output", output, ("all", "last"))
-            check.require(group is not None or output == "all", "output='last' is for a pipe over processes (group=)")
+            alone = group is None
+            check.require(not alone or output == "all", "output='last' is for a pipe over processes (group=)")
+            check.require(not alone or check_batches is True, "check_batches is for a pipe over processes (group=)")
             check_settings(
                 check, cuts.stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
             )
@@ -273,6 +281,7 @@ class Pipe(nn.Module):
             self._observer,
             fixed.loss_scale,
             batch_tag=self.batch_tag,
+            given=(args, kwargs),
         )
         try:
             return runtime.serve(request, training=self.training)

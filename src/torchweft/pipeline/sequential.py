@@ -88,6 +88,7 @@ class LayoutArguments(NamedTuple):
     schedule: Any
     chunks: Any
     loss_scale: Any
+    check_batches: Any
 
 
 class Cuts(NamedTuple):

@@ -354,13 +354,16 @@ class Agreement(NamedTuple):
     """Terms that all processes of a step agree on before it starts. The defaults are those of a single process. `name`
     is for messages. `anchors` are inputs of the node without a gradient, so that a process without parameters has a
     node too. `loss_seed` is the loss gradient of an early backward. `borrowed` are copies of parameters of other
-    processes, by the number of the loan."""
+    processes, by the number of the loan. `entries` say which gradients of the mini-batch processes share, and
+    `entry_tensors` are the tensors of this process that get one from another process."""
 
     name: str = ""
     anchors: Sequence[Tensor] = ()
     rng: DrawnSeed | None = None
     loss_seed: float | None = None
     borrowed: Mapping[int, Tensor] = MappingProxyType({})
+    entries: Any = None
+    entry_tensors: Sequence[Tensor] = ()
 
 
 ALONE = Agreement()
@@ -453,7 +456,8 @@ class CutStep:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """All tensors that the step has gradients for, in order."""
-        return [*self.step.mini_batch.tensors, *self._agreed.anchors, *self._parameters]
+        agreed = self._agreed
+        return [*self.step.mini_batch.tensors, *agreed.entry_tensors, *agreed.anchors, *self._parameters]
 
     def node_inputs(self) -> list[Tensor]:
         views = bind_parameters(self.step.plan.places, self._by_stage)
@@ -562,4 +566,5 @@ class CutStep:
         inputs: list[Tensor | None] = []
         if batch.tensors:
             inputs = batch.gradients(plan.entry_points.gradients(left, batch.micro_batches, batch.present))
-        return [*inputs, *(by_id.get(id(tensor)) for tensor in (*self._agreed.anchors, *self._parameters))]
+        shared = plan.executor.share_entry_gradients(self._agreed.entries, inputs)
+        return [*inputs, *shared, *(by_id.get(id(tensor)) for tensor in (*self._agreed.anchors, *self._parameters))]

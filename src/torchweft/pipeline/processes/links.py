@@ -42,6 +42,7 @@ from torchweft.pipeline.processes.membership import RankProcess, Rendezvous
 
 _ANSWER_SECONDS, _CLOSE_SECONDS = 1.5, 2.0
 _LONGEST_REPORT = 32_000  # characters of a traceback
+BACKWARD = "the backward"  # the start of the name of a walk back
 Address = tuple[int, int, int]
 Failure = tuple[type[WeftError], str]
 # Errors that every rank raises as such, so that `except UsageError` works on all of them.
@@ -271,8 +272,12 @@ class Links:
 
     def _name_walk(self, number: int, inbox: WalkInbox, rank: int, what: str) -> None:
         if not inbox.name_walk(rank, what):
-            names = ", ".join(f"{self.name_of(rank)} in {what}" for rank, what in sorted(inbox.walks.items()))
+            walks = sorted(inbox.walks.copy().items())  # a copy, because other readers add to it
+            names = ", ".join(f"{self.name_of(rank)} in {what}" for rank, what in walks)
             text = f"the ranks are in different walks: {names}; call the Pipe in the same way on all ranks"
+            missed = [self.name_of(rank) for rank, what in walks if not what.startswith(BACKWARD)]
+            if 0 < len(missed) < len(walks):
+                text = f"{' and '.join(missed)} did not call backward() where other ranks did; {text}"
             if inbox.fail(RankFailedError, text):
                 self.broadcast(FAILED, number, [RankFailedError.__name__, text])
 
@@ -308,6 +313,21 @@ class Links:
         self.walks.lose(rank, text)
         # The host does not notice the end of a rank in a receive of NCCL, so a stream would wait for ever.
         self._lanes.abort()
+
+
+def _text_of(error: BaseException) -> str:
+    # The other ranks must be told even if a method of the error raises. They would wait until the timeout.
+    try:
+        return str(error)[:_LONGEST_REPORT]
+    except Exception as failure:
+        return f"(its text cannot be shown: __str__ raised {type(failure).__name__})"
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
+    except Exception:
+        return "".join(traceback.format_tb(error.__traceback__))[-_LONGEST_REPORT:]
 
 
 def _in(what: str | None) -> str:
@@ -380,10 +400,9 @@ class Walk:
             # A peer can see this rank leave before it notices the loss itself, and would then blame this rank.
             links.broadcast(FAILED, self._number, [RankLostError.__name__, known[1]])
         if kind in _SHARED_ERRORS:
-            text = f"{error}\n(raised on {name})"
+            text = f"{_text_of(error)}\n(raised on {name})"
         else:
-            lines = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
-            text = f"{name} raised {kind}: {str(error)[:_LONGEST_REPORT]}\n\n{lines}"
+            text = f"{name} raised {kind}: {_text_of(error)}\n\n{_traceback_of(error)}"
         if self._inbox.fail(RankFailedError, text):
             links.broadcast(FAILED, self._number, [kind, text])
         self.close()

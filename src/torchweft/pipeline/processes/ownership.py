@@ -105,7 +105,7 @@ def plan_loans(
         if number == len(loans):
             # The slot and not the parameter, because materialize() replaces parameters by new objects.
             lent = model_slots[id(use.tensor)] if owner == rank else None
-            loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad))
+            loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad, use.name))
         if borrower == rank:
             slots.setdefault(use.stage, []).append((number, use.slot))
     return Loans(loans, slots, rank)

@@ -68,6 +68,7 @@ class GroupLayout(PipeLayout):
     _fixed_cuts: list[Any]  # its value when the pipe was made
     _stage_ranks: tuple[int, ...]  # the rank of each stage, since then
     _hidden: HiddenTensors
+    _checks_batches: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +86,10 @@ class GroupLayout(PipeLayout):
             "loss_scale is of a torch.amp.GradScaler, which would skip a step and change its scale on one rank only; "
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=group)",
         )
+        check.boolean("check_batches", given.check_batches)
         if group is None:
             return Cuts(0, [], [])
+        self._checks_batches = given.check_batches
         self._handle = GroupHandle(group)
         stages = check.call(_stages_of, group, given) or group.size()
         device = check.call(_device_of, group, given, stages)
@@ -152,7 +155,7 @@ class GroupLayout(PipeLayout):
         loans = self._planned_loans(settings)
         for number, slots in loans.slots.items():
             cast(BorrowingStage, stages[number]).set_slots(slots)
-        placement = Placement(self._connect(), self._stage_ranks, loans, settings.output == "all")
+        placement = Placement(self._connect(), self._stage_ranks, loans, settings.output == "all", self._checks_batches)
         options = settings.checkpoint, "serial", *self._fixed.of_runtime
         return ProcessRuntime(placement, stages, crossing, *options, allows_external_loss=allows_external_loss)
 
@@ -199,6 +202,7 @@ class GroupLayout(PipeLayout):
             "loss": None if fixed.loss is None else getattr(fixed.loss, "__name__", type(fixed.loss).__name__),
             "loss_reduction": fixed.reduction,
             "output": settings.output,
+            "check_batches": self._checks_batches,
             "axes": repr((fixed.dims.arguments, fixed.dims.outputs)),
             **{
                 f"layer {name!r}": f"{type(layer).__name__} with {sum(1 for _ in layer.modules())} modules"

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from torchweft.core.context import ExecutionContext
 from torchweft.pipeline.executor import LocalQueue, Outboxes, Perform, Report, SerialExecutor, working
+from torchweft.pipeline.processes.given_batch import EntryGradients
 from torchweft.pipeline.processes.links import Links, Walk
 from torchweft.pipeline.processes.loans import Loans
 from torchweft.pipeline.routing import OUTSIDE, Address, Given, Message, Wiring
 from torchweft.pipeline.schedule import Schedule
+
+_ENTRY = -7  # a route of addresses; those of values are numbered from 0
 
 
 class Channel:
@@ -109,6 +112,21 @@ class ProcessExecutor(SerialExecutor):
         self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
     ) -> dict[int, dict[int, Tensor]]:
         return self._loans.return_gradients(self._channel.walk, borrowed, by_worker)
+
+    def share_entry_gradients(self, entries: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `SerialExecutor.share_entry_gradients`, for `EntryGradients`."""
+        shared: EntryGradients = entries
+        walk, rank = self._channel.walk, self._channel.links.rank
+        own, arrived = dict(zip(shared.own, gradients, strict=True)), dict[str, Tensor | None]()
+        parts = [(part, owner, names) for part, (owner, names) in enumerate(shared.parts) if names]
+        for part, owner, names in parts:
+            for other in range(self._channel.links.size) if owner == rank else ():
+                if other != rank:
+                    walk.send(other, (_ENTRY, part, 0), [own[name] for name in names])
+        for part, owner, names in parts:
+            if owner != rank:
+                arrived.update(zip(names, walk.receive((_ENTRY, part, 0), owner), strict=True))
+        return [arrived[name] for name in shared.tensors]
 
     def commit(self, report: Report) -> list[Report]:
         """See `SerialExecutor.commit`. A report is None, a string, or a named tuple of plain values."""

@@ -37,6 +37,7 @@ from torchweft.pipeline.split.program import (
 from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.recording import (
     Reads,
+    RecordedValue,
 )
 from torchweft.pipeline.split.split_pipe import SplitModel
 from torchweft.pipeline.stage import Stage
@@ -253,16 +254,27 @@ def _digest_steps(program: Program) -> list[str]:
         for step in recording.steps
     ]
     # Clones and members follow from shared memory, which the steps do not show.
-    parts = [([number for number, *_ in part.steps], len(part.clones)) for part in program.parts]
+    parts = [
+        (
+            *([number for number, *_ in part.steps], len(part.clones), sorted(part.owned), [*part.blocks.values()]),
+            [
+                {at: [*map(_describe_value, crossing)] for at, crossing in way.items()}
+                for way in (part.takes, part.gives)
+            ],
+        )
+        for part in program.parts
+    ]
     leaves = [*map(_describe_constant, recording.leaves)]
     result = program.routes, _describe_reads(recording.reads), leaves, str(recording.structure), recording.cuts
     return [hashlib.sha256(repr(part).encode()).hexdigest()[:12] for part in (*steps, (parts, result))]
 
 
 def _describe_reads(reads: Reads) -> list[tuple[int, str]]:
-    return [
-        (k, f"{value.kind} {_describe_constant(value.key)} {value.step} {value.bytes}") for k, value in reads.items()
-    ]
+    return [(k, _describe_value(value)) for k, value in reads.items()]
+
+
+def _describe_value(value: RecordedValue) -> str:
+    return f"{value.kind} {_describe_constant(value.key)} {value.step} {value.bytes}"
 
 
 def _describe_constant(leaf: Any) -> str:
