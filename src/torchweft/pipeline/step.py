@@ -517,7 +517,8 @@ class CutStep:
 
     def _loss_gradient(self, gradients: Sequence[Tensor | None]) -> str | None:
         seed = gradients[0] if isinstance(self.step.output, WeightedLoss) else None
-        return None if seed is None else repr(float(seed))
+        number = None if seed is None else self.step.plan.executor.number_to_report(seed)
+        return None if number is None else repr(number)
 
     def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], StepState, list[Tensor | None]]:
         """The messages that left the walk, its state, and the gradients of `tensors` if they are made early."""

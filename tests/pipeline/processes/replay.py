@@ -105,8 +105,21 @@ def noted_lane(group: Any, rendezvous: Any, device: Any, timeout: float) -> Devi
 
 def split_for_device(value: Any, *, device_lane: bool) -> Any:
     shape, plain, tensors = split_value(value, device_lane=device_lane)
+    if not device_lane:
+        return shape, plain, tensors
     leaves = [leaf and leaf._replace(way=DEVICE_LANE) if leaf and 0 not in leaf.dims else leaf for leaf in shape.leaves]
     return shape._replace(leaves=tuple(leaves)), plain, tensors
+
+
+def noting_read(read: Any) -> Any:
+    """A method of a tensor that makes the host wait for its value."""
+
+    def noting(tensor: Tensor, *args: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            note("read")
+        return read(tensor, *args)
+
+    return noting
 
 
 @contextmanager
@@ -117,6 +130,8 @@ def noted(former_wait: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(links, "_device_lane", noted_lane))
         stack.enter_context(patch.object(links, "split_value", split_for_device))
+        for name in ("item", "tolist", "cpu", "__float__", "__bool__", "__int__"):
+            stack.enter_context(patch.object(Tensor, name, noting_read(getattr(Tensor, name))))
         if former_wait:
             waiting, send = Worker("former"), DeviceLane.send
             stack.callback(waiting.close, 5.0)
@@ -174,6 +189,7 @@ def run_noted(schedule: str, seed: int, steps: int, micro_batches: int, former_w
         )  # fmt: skip
         x = torch.ones(2 * micro_batches, 3)
         for _ in range(steps):
+            note("step")
             loss = pipe(x, target=x)
             loss.backward()
         pipe._layout._channel.links.close()
@@ -182,6 +198,17 @@ def run_noted(schedule: str, seed: int, steps: int, micro_batches: int, former_w
 
 def run_all(schedules: list[str], *args: Any) -> list[tuple[list[Entry], float]]:
     return [run_noted(schedule, *args) for schedule in schedules]
+
+
+def count_reads(entries: list[Entry]) -> int:
+    """Reads of values by the host between the first and the last kernel of each step."""
+    kinds = [kind for kind, *_ in entries]
+    starts = [place for place, kind in enumerate(kinds) if kind == "step"]
+    reads = 0
+    for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True):
+        kernels = [place for place in range(start, end) if kinds[place] == "kernel"]
+        reads += kinds[kernels[0] : kernels[-1]].count("read")
+    return reads
 
 
 def find_deadlock(logs: list[list[Entry]]) -> list[Any]:
@@ -199,6 +226,8 @@ def find_deadlock(logs: list[list[Entry]]) -> list[Any]:
                 earlier = [(sender, receiver, number - 1)] if number else []
                 graph.setdefault(node, []).extend([*before, *earlier])
                 ends.setdefault(node, set()).add(kind)
+                continue
+            if kind in ("read", "step"):
                 continue
             node = kind, rank, place
             graph[node] = before + ([tuple(transfer)] if kind == "wait" else [])

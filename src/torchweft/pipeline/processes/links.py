@@ -203,9 +203,11 @@ class Links:
             counts.setdefault(str(rank), {})[str(route)] = count
         return counts
 
-    def send_value(self, number: int, rank: int, address: Address, value: Any, greeting: str | None) -> None:
+    def send_value(
+        self, number: int, rank: int, address: Address, value: Any, greeting: str | None, *, through_cpu: bool = False
+    ) -> None:
         """Send the value of a walk; `greeting` tells which walk it is, in the first message to a rank."""
-        shape, plain, tensors = split_value(value, device_lane=self.ways.device_lane is not None)
+        shape, plain, tensors = split_value(value, device_lane=not through_cpu and self.ways.device_lane is not None)
         # Most messages are tensors alone; nothing is encoded for them.
         text = encode_plain([greeting, *plain]) if plain or greeting else b""
         try:
@@ -407,10 +409,12 @@ class Walk:
         self._links, self._number, self._what, self._inbox = links, number, what, inbox
         self._greeted: set[int] = set()
 
-    def send(self, rank: int, address: Address, value: Any) -> None:
+    def send(self, rank: int, address: Address, value: Any, *, through_cpu: bool = False) -> None:
+        """Send a value to its reader. Rare values go `through_cpu`, because each pair of GPUs that exchanges a tensor
+        takes time and memory for a communicator of its own."""
         self._inbox.check()
         greeting = None if rank in self._greeted else self._what
-        self._links.send_value(self._number, rank, address, value, greeting)
+        self._links.send_value(self._number, rank, address, value, greeting, through_cpu=through_cpu)
         self._greeted.add(rank)
 
     def receive(self, address: Address, source: int) -> Any:

@@ -22,6 +22,7 @@ from torchweft.core.context import ExecutionContext
 from torchweft.core.errors import UsageError, join_faults
 from torchweft.core.rng import draw_seed, generators_of
 from torchweft.core.segment import Gradients
+from torchweft.core.timing import LateNumber
 from torchweft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
 from torchweft.pipeline.pipe_runtime import PipeCall, PipeRuntime
 from torchweft.pipeline.pipeline_plan import PipelinePlan
@@ -71,6 +72,7 @@ class ProcessRuntime(PipeRuntime):
         self._anchor = torch.zeros((), requires_grad=True)
         # Ranks count alike, so that a walk has one name on all of them.
         self._steps = count(1)
+        self._late_seed = LateNumber()
         self._rank_plans: dict[bool, PipelinePlan] = {}  # by whether the loss is inside; all are serial
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
@@ -134,7 +136,7 @@ class ProcessRuntime(PipeRuntime):
         terms: dict[str, Any]
         if self._has_first:
             mini_batch = MiniBatch(parts, call.chunks, call.axis)
-            loss_seed = float(call.scale.seed()) if call.targets else None
+            loss_seed = self._loss_seed(call.scale.seed()) if call.targets else None
             terms = {"rows": list(mini_batch.rows), "seed": drawn.seed, "loss_seed": loss_seed, "equal": equal}
             for rank in range(placement.channel.links.size):
                 if rank != placement.rank:
@@ -151,6 +153,10 @@ class ProcessRuntime(PipeRuntime):
             loss_seed=terms["loss_seed"],
             borrowed=placement.loans.exchange_copies(walk),
         )
+
+    def _loss_seed(self, newest: Tensor) -> float:
+        # On a GPU the seed of a step before, because this rank would otherwise wait for the last step to end.
+        return newest.item() if newest.is_cpu else self._late_seed.exchange(newest) or 1.0
 
     def _compare_calls(self, first: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         links = self._placement.channel.links
