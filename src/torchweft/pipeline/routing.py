@@ -85,11 +85,12 @@ class Addresses(NamedTuple):
 
     `reads[stage][micro_batch]` are those that a stage reads, in the order of `Wiring.inputs`. `writes[route]
     [micro_batch]` are those to which the value of a route is sent, one per worker. Reader OUTSIDE: it leaves the run.
-    `shared[route]` says whether several stages of one worker read it."""
+    `shared[route]` says whether several stages of one worker read it, and `deliveries[route]` which ones."""
 
     reads: tuple[tuple[tuple[Address, ...], ...], ...]
     writes: tuple[tuple[tuple[Address, ...], ...], ...]
     shared: tuple[bool, ...]
+    deliveries: tuple[Delivery, ...]
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def _addresses(wiring: Wiring, deliveries: Sequence[Delivery], micro_batches: in
         tuple(tuple(reads(stage, i) for i in indices) for stage in range(wiring.stages)),
         tuple(tuple(writes(number, route, i) for i in indices) for number, route in enumerate(wiring.routes)),
         tuple(any(len(group) > 1 for group in delivery.groups) for delivery in deliveries),
+        tuple(deliveries),
     )
 
 

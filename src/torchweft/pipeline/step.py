@@ -81,8 +81,7 @@ class StepMessages:
     def __init__(self, wiring: Wiring, worker_of: tuple[int, ...], micro_batches: int) -> None:
         self.wiring = wiring
         self.worker_of = worker_of
-        self._deliveries = wiring.deliveries(worker_of)
-        self.reads, self.writes, self._has_shared = wiring.addresses(worker_of, micro_batches)
+        self.reads, self.writes, self._has_shared, self._deliveries = wiring.addresses(worker_of, micro_batches)
         # All readers of an address belong to one worker, and only that worker touches its entry. So no lock is needed.
         self._shared: dict[Address, tuple[Message, int]] = {}  # values, and the number of readers that need them yet
         self._returned: dict[Address, dict[int, Message]] = {}  # gradients of shared values, by reader
