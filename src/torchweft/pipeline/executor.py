@@ -127,6 +127,10 @@ class SerialExecutor:
         """Send the gradients of this process's part of the mini-batch to the others. Returns those of their parts."""
         return []
 
+    def number_to_report(self, number: Tensor) -> float | None:
+        """A number to compare with other processes. On GPUs it is that of the call before, or None in the first."""
+        return number.item()
+
     def commit(self, report: Report) -> list[Report]:
         """End a call that succeeded here. Returns the reports of all processes that took part, by worker. Raises the
         failure of another process, if there was one."""

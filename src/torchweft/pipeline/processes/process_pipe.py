@@ -32,6 +32,7 @@ from torchweft.pipeline.processes.ownership import (
 )
 from torchweft.pipeline.processes.process_runtime import Placement, ProcessRuntime
 from torchweft.pipeline.processes.rank_executor import Channel
+from torchweft.pipeline.processes.transfer_order import check_transfers
 from torchweft.pipeline.schedule import build
 from torchweft.pipeline.sequential import Cuts, FixedSettings, LayoutArguments, PipeLayout, PipeSettings
 
@@ -69,6 +70,7 @@ class GroupLayout(PipeLayout):
     _stage_ranks: tuple[int, ...]  # the rank of each stage, since then
     _hidden: HiddenTensors
     _checks_batches: bool
+    _device: torch.device  # of the stages of this rank
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +97,7 @@ class GroupLayout(PipeLayout):
         device = check.call(_device_of, group, given, stages)
         if device is None:
             return Cuts(0, [], [])
+        self._device = device
         return super().resolve(check, module, dims, given._replace(devices=[device] * stages))
 
     @property
@@ -125,11 +128,12 @@ class GroupLayout(PipeLayout):
                 f"the schedule has {len(table.workers)} workers for {stages} stages, but the group has "
                 f"{size} ranks, one per worker; change balance= or schedule="
             )
+        check_transfers(table)
         return table.worker_of
 
     def _connect(self) -> Channel:
         if self._channel is None:
-            self._channel = Channel(Links(self.group))
+            self._channel = Channel(Links(self.group, device=self._device))
         return self._channel
 
     @contextmanager

@@ -21,6 +21,7 @@ from torchweft.core.context import ExecutionContext
 from torchweft.core.errors import UsageError, join_faults
 from torchweft.core.rng import draw_seed, generators_of
 from torchweft.core.segment import Gradients
+from torchweft.core.timing import LateNumber
 from torchweft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
 from torchweft.pipeline.pipe_runtime import PipeCall, PipeRuntime
 from torchweft.pipeline.pipeline_plan import PipelinePlan
@@ -82,6 +83,7 @@ class ProcessRuntime(PipeRuntime):
         self._modules = [*(layer for stage in stages for _, layer in stage.layers), *loss]
         # Steps with a forward that all ranks completed. They count alike, so that a walk has one name on all of them.
         self._steps = 0
+        self._late_seed = LateNumber()
         self._rank_plans: dict[bool, PipelinePlan] = {}  # by whether the loss is inside; all are serial
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
@@ -151,7 +153,7 @@ class ProcessRuntime(PipeRuntime):
         terms: dict[str, Any]
         if self._has_first:
             mini_batch = MiniBatch(parts, call.chunks, call.axis)
-            loss_seed = float(call.scale.seed()) if call.targets else None
+            loss_seed = self._loss_seed(call.scale.seed()) if call.targets else None
             is_due = placement.channel.links.size > 1 and self._turns.is_due(sum(mini_batch.rows))
             terms = {"rows": list(mini_batch.rows), "seed": drawn.seed, "loss_seed": loss_seed, "equal": equal}
             terms |= {"entries": list_entries(batch), "checksums": batch.checksums() if is_due else {}}
@@ -177,6 +179,10 @@ class ProcessRuntime(PipeRuntime):
             entries=entries,
             entry_tensors=list(entries.tensors.values()),
         )
+
+    def _loss_seed(self, newest: Tensor) -> float:
+        # On a GPU the seed of a step before, because this rank would otherwise wait for the last step to end.
+        return newest.item() if newest.is_cpu else self._late_seed.exchange(newest) or 1.0
 
     def _compare_calls(self, first: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         links = self._placement.channel.links
