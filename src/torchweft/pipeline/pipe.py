@@ -227,6 +227,7 @@ class Pipe(nn.Module):
                 _, self.balance, self.devices = self._layout.check_cuts(check, self, ())
         self._layout.place(self, self._current_runtime, sample)
         self.training = module.training  # of the pipe itself: each layer can have another mode
+        self._layout.introduce(self)
 
     def _wrap_model(self, model: nn.Module) -> None:
         # Not a child, or its keys would get a prefix.
