@@ -3,7 +3,7 @@
 accelerate takes each process for a replica of the model: it gives each process other rows, and wraps the model in
 DistributedDataParallel over all of them. The processes of one pipe are one replica together:
 
-    data loader     the rows of its replica, on all ranks of a pipe
+    data loader     the rows of its replica, on all ranks of a pipe; a schedule steps once per replica
     model           not wrapped, or in DistributedDataParallel over the ranks of one stage in all replicas
     clipping        by the norm over all ranks of the pipe
     metrics         each row once
@@ -190,6 +190,14 @@ def _prepare_data_loader(original: Any, accelerator: Any, *args: Any, **kwargs: 
     replicas = replicas_here()
     if replicas is None:
         return original(accelerator, *args, **kwargs)
+    given = args[0] if args else kwargs["data_loader"]
+    for sampler in (given.sampler, getattr(given, "batch_sampler", None)):
+        shards = getattr(sampler, "num_replicas", getattr(sampler, "dp_size", None))
+        if shards not in (None, replicas.count):
+            raise UsageError(
+                f"{type(sampler).__name__} divides the rows among {shards} processes, but there are {replicas.count} "
+                f"replicas of the Pipe, of {replicas.ranks} ranks each; leave it out, because accelerate divides them"
+            )
     state, before = accelerator.state, accelerator.state.device_mesh
     if before is not None:
         raise UsageError("accelerate's parallelism_config cannot be combined with a Pipe over processes; leave it out")
@@ -289,6 +297,19 @@ def _gather_for_metrics(original: Any, accelerator: Any, input_data: Any, use_ga
     return unflatten(structure, [leaf[:rest] for leaf in rows] if rest > 0 else rows)
 
 
+def _step_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    replicas = replicas_here()
+    if replicas is None:
+        return original(scheduler, *args, **kwargs)
+    # accelerate steps a schedule once for each process, because as many batches were used.
+    state = sys.modules["accelerate.state"].PartialState()
+    before, state.num_processes = state.num_processes, replicas.count
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        state.num_processes = before
+
+
 def _get_state_dict(original: Any, accelerator: Any, model: Any, unwrap: bool = True) -> Any:
     pipe = pipe_in(model)
     if pipe is None:
@@ -344,6 +365,7 @@ _EXTENSIONS: dict[tuple[str, str], dict[str, Callable[..., Any]]] = {
         "get_state_dict": _get_state_dict,
         "save_state": _save_state,
     },
+    ("accelerate.scheduler", "AcceleratedScheduler"): {"step": _step_scheduler},
     ("transformers.trainer", "Trainer"): {
         "_save": _save_model,
         "_save_optimizer_and_scheduler": _save_optimizer,
