@@ -178,8 +178,8 @@ def _reject_wrong_replicas() -> None:
             if len(shared := sorted({*ranks} & {*get_process_group_ranks(module.process_group)})) > 1:
                 raise UsageError(
                     f"DistributedDataParallel would average the ranks {shared}, which have different stages of one Pipe"
-                    "; give it process_group=, the ranks that have the same stage in all replicas; or import accelerate "
-                    "before the Pipe is made, and let it prepare the Pipe"
+                    "; give it process_group=, the ranks that have the same stage in all replicas. To let accelerate "
+                    "prepare the Pipe, import it before the Pipe is made"
                 )
 
     register_module_module_registration_hook(cast(Any, check))
