@@ -35,6 +35,7 @@ from torchweft.core.errors import UsageError
 from torchweft.core.pytree import flatten, unflatten
 from torchweft.pipeline.processes.norm import norm_over_ranks
 from torchweft.pipeline.processes.whole_optimizer import RankLayout, WholeOptimizer
+from torchweft.pipeline.weights import unwrap_module
 
 _EXTENDED = "_torchweft_extended"
 _pipes: WeakSet[nn.Module] = WeakSet()  # those of this process that have a group
@@ -135,9 +136,9 @@ def layout_of(pipe: nn.Module) -> RankLayout:
 
 def pipe_in(model: Any) -> nn.Module | None:
     """The model itself or the model inside of DistributedDataParallel, if it is a pipe over processes."""
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model if getattr(getattr(model, "__dict__", {}).get("_layout"), "hides_tensors", False) else None
+    inner = unwrap_module(model) if isinstance(model, nn.Module) else None
+    layout = None if inner is None else inner.__dict__.get("_layout")
+    return inner if getattr(layout, "hides_tensors", False) else None
 
 
 def _pipe_around(module: nn.Module) -> nn.Module | None:
@@ -175,7 +176,8 @@ def _reject_wrong_replicas() -> None:
             if pipe_in(pipe) is None:
                 continue
             ranks = get_process_group_ranks(layout_of(pipe).group)
-            if len(shared := sorted({*ranks} & {*get_process_group_ranks(module.process_group)})) > 1:
+            averaged = get_process_group_ranks(cast(dist.ProcessGroup, module.process_group))
+            if len(shared := sorted({*ranks} & {*averaged})) > 1:
                 raise UsageError(
                     f"DistributedDataParallel would average the ranks {shared}, which have different stages of one Pipe"
                     "; give it process_group=, the ranks that have the same stage in all replicas. To let accelerate "
@@ -234,7 +236,7 @@ def _prepare_model(
     if replicas is None or replicas.count == 1 or evaluation_mode or prepared is not pipe:
         return prepared
     handler = accelerator.ddp_handler
-    options = {} if handler is None else handler.to_kwargs()
+    options: dict[str, Any] = {} if handler is None else handler.to_kwargs()
     return DistributedDataParallel(prepared, process_group=_same_stage(replicas), **options)
 
 
@@ -242,8 +244,7 @@ def _same_stage(replicas: Replicas) -> dist.ProcessGroup:
     """The group of the ranks that have the stage of this rank, one in each replica. All processes call this together"""
     world = range(replicas.count * replicas.ranks)
     group, _ = dist.new_subgroups_by_enumeration([[*world[k :: replicas.ranks]] for k in range(replicas.ranks)])
-    assert group is not None
-    return group
+    return cast(dist.ProcessGroup, group)
 
 
 def _prepare_optimizer(original: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
