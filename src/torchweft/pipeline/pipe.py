@@ -41,7 +41,7 @@ from torchweft.pipeline.microbatch import micro_sizes
 from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall, PipeRuntime
 from torchweft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 from torchweft.pipeline.sequential import NO_ROUTES, FixedSettings, LayoutArguments, PipeLayout
-from torchweft.pipeline.split.huggingface import forward_like
+from torchweft.pipeline.split.huggingface import forward_like, split_by_device_map
 from torchweft.pipeline.stage import CallArguments
 from torchweft.pipeline.tracing import Observer, observer_of_new
 from torchweft.pipeline.weights import Initialize, WeightFiles, allocate, find_uninitializable, initialize_modules
@@ -128,7 +128,8 @@ class Pipe(nn.Module):
         sample: an input, used only for balancing. With `split`: a micro-batch, as a dict of named arguments, a tuple of
             positional arguments, or the only argument.
         split: names of submodules. The model is cut before the first call of each (see docs/which_models.md). Or
-            ``"auto"``: one stage per device, by measured time for `sample`, or by parameters without a sample.
+            ``"auto"``: one stage per device, by measured time for `sample`, or by parameters without a sample. Or
+            ``"device_map"``: a stage for each device of the ``device_map=`` with which the model was loaded.
         verify: compare every recorded program of the model's forward() once with forward() itself.
         group: a process group, or a one-dimensional `DeviceMesh`, of `torch.distributed`. Rank k runs the stages of
             worker k of the schedule, keeps their parameters, and runs the same script. The input counts on the rank of
@@ -181,7 +182,7 @@ class Pipe(nn.Module):
         loss_scale: int | float | Callable[[], float] | None = None,
         executor: Literal["auto", "serial", "threads", "graph"] = "auto",
         sample: Any = None,
-        split: Sequence[str] | Literal["auto"] | None = None,
+        split: Sequence[str] | Literal["auto", "device_map"] | None = None,
         verify: bool = True,
         group: "ProcessGroup | DeviceMesh | None" = NO_GROUP,
         output: Literal["all", "last"] = "all",
@@ -189,6 +190,9 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         reduction, group = None, resolve_group(group)
+        if split == "device_map":
+            split, loaded = split_by_device_map(module)
+            devices = loaded if devices is None and group is None else devices
         _reject_pipes(module, split)
         self._layout = _new_layout(grouped=group is not None, split=split is not None)
         arguments = LayoutArguments(
@@ -235,6 +239,7 @@ class Pipe(nn.Module):
                 _, self.balance, self.devices = self._layout.check_cuts(check, self, ())
         self._layout.place(self, self._current_runtime, sample)
         self.training = module.training  # of the pipe itself: each layer can have another mode
+        self._layout.introduce(self)
 
     def _wrap_model(self, model: nn.Module) -> None:
         # Not a child, or its keys would get a prefix.
@@ -478,6 +483,11 @@ class Pipe(nn.Module):
             raise AttributeError("hf_device_map")
         names: list[str] = ["", *self.split]
         return dict(zip(names, map(str, self.devices), strict=True)) if len(set(self.devices)) > 1 else {}
+
+    @hf_device_map.setter
+    def hf_device_map(self, device_map: dict[str, Any]) -> None:
+        # By accelerate.dispatch_model(). If it moved a block, the next step raises DeviceError.
+        self.module.hf_device_map = device_map
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the layout, because a shallow copy of the pipe must not share it.

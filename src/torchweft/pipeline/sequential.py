@@ -207,6 +207,9 @@ class PipeLayout:
     def place(self, settings: PipeSettings, current_runtime: CurrentRuntime, sample: Any) -> None:
         """Bring the tensors of a wrapped model to their stages."""
 
+    def introduce(self, pipe: nn.Module) -> None:
+        """Make the finished pipe known to libraries that have to know about its ranks."""
+
 
 def _device_per_layer(settings: PipeSettings) -> Iterator[torch.device]:
     for device, size in zip(settings.devices, settings.balance, strict=True):

@@ -8,6 +8,7 @@ For each hidden tensor there is a placeholder with its shape, dtype and ties.
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from torch import Tensor, nn
@@ -73,9 +74,10 @@ class HiddenTensors:
             table[key] = buffer
 
     @contextmanager
-    def placeholders(self) -> Generator[None]:
+    def placeholders(self, tensors: Mapping[int, Tensor] = MappingProxyType({})) -> Generator[None]:
+        """Inside, the slots have their placeholders, or the tensors that are given for these, by their id()."""
         for (table, key), placeholder in self._slots.values():
-            table[key] = placeholder
+            table[key] = tensors.get(id(placeholder), placeholder)
         try:
             yield
         finally:

@@ -20,6 +20,8 @@ from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
 from torchweft.pipeline.config import BatchDims, Layers, layers_of, places_of
 from torchweft.pipeline.pipe_runtime import PipeRuntime, on_meta
 from torchweft.pipeline.pipeline_plan import build_stages
+from torchweft.pipeline.processes import hugging_face
+from torchweft.pipeline.processes.gathering import GATHERED, receive_tensors, reject_sharded, send_tensors
 from torchweft.pipeline.processes.links import Links, Walk
 from torchweft.pipeline.processes.loans import BorrowingStage, Loans
 from torchweft.pipeline.processes.ownership import (
@@ -35,6 +37,7 @@ from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.processes.transfer_order import check_transfers
 from torchweft.pipeline.schedule import build
 from torchweft.pipeline.sequential import Cuts, FixedSettings, LayoutArguments, PipeLayout, PipeSettings
+from torchweft.pipeline.weights import names_by_tensor, typed_like
 
 
 class GroupHandle:
@@ -175,6 +178,42 @@ class GroupLayout(PipeLayout):
 
     def with_placeholders(self) -> AbstractContextManager[None]:
         return self._hidden.placeholders()
+
+    def gather(self, occasion: str, value: Any) -> list[Any]:
+        """On the first rank the values of all ranks, elsewhere that of this rank. All ranks call this together."""
+        rank, values = self.group.rank(), [value]
+        with self._in_walk(occasion) as walk:
+            if rank > 0:
+                walk.send(0, (GATHERED, rank, 0), value)
+            else:
+                values += [walk.receive((GATHERED, other, 0), other) for other in range(1, self.group.size())]
+            walk.agree(None)
+        return values
+
+    @contextmanager
+    def whole_model(self, module: nn.Module, occasion: str) -> Generator[bool]:
+        """Inside, the first rank has the tensors of all ranks, and its `state_dict()` is that of the whole model. Gives
+        whether this rank is the first. All ranks enter together, and leave together or raise together."""
+        with self._in_walk(occasion) as walk:
+            reject_sharded(module)
+            if self.group.rank() > 0:
+                send_tensors(walk, module, self.group.rank())
+                yield False
+            else:
+                found = receive_tensors(walk, self.group.size())
+                with self.with_placeholders():
+                    places = names_by_tensor(module)
+                filled = {
+                    key: typed_like(place, found[names[0]])
+                    for key, (place, names) in places.items()
+                    if names[0] in found
+                }
+                with self._hidden.placeholders(filled):
+                    yield True
+            walk.agree(None)
+
+    def introduce(self, pipe: nn.Module) -> None:
+        hugging_face.connect(pipe)
 
     def compare_settings(self, settings: PipeSettings, layers: Layers, state: Any, *, compare: bool) -> None:
         # Compared when a setting has changed, not at every step. If it changed on one rank only, the others are in
