@@ -45,10 +45,11 @@ class Tail:
         recording: Recording,
         axes: Sequence[int | None],
         form: RowForm | None,
+        absent: Collection[str] = frozenset(),
     ) -> None:
-        """`axes` are the axes of the rows in the inputs. Raises BatchError for values that enter, but cannot be
-        joined."""
-        self._steps, self.form, self.axes = recording.steps, form, axes
+        """`axes` are the axes of the rows in the inputs. `absent` are parameters that another process has. Raises
+        BatchError for values that enter, but cannot be joined."""
+        self._steps, self.form, self.axes, self._absent = recording.steps, form, axes, absent
         self._derived = self._find_derived(recording, axes)
         self.writes = self._find_writes()
         self.pure = self._find_pure()  # steps that depend on inputs and parameters only
@@ -229,5 +230,13 @@ class Tail:
             storages = {v.storage for k in here for v in self._steps[k].makes if v is not None}
             writers = {k for k in self.pure if not self._steps[k].stored.isdisjoint(storages)}
             if writers <= here:
-                return here - self.steps
+                break
             here = self._needed(here | writers) & self.pure
+        # A process that lacks a parameter does not run what depends on it. It does not run the tail either.
+        lacking: set[int] = set()
+        for k, step in enumerate(self._steps):
+            reads = step.reads.values()
+            if any(v.key in self._absent if v.kind == "own" else v.step in lacking for v in reads):
+                lacking.add(k)
+        self.lacking = sorted(lacking & (here | self.steps))
+        return here - self.steps - lacking
