@@ -216,6 +216,7 @@ class CollectiveRecorder(ForwardRecorder):
     def __init__(self, calls: CollectiveCalls, *args: Any) -> None:
         super().__init__(*args)
         self.watched, self._calls = True, calls
+        self.alone = False
         self.written: set[tuple[nn.Module, str]] = set()
         """Buffers that blocks were seen to write to: the module, and the name in it."""
 
@@ -233,7 +234,7 @@ class CollectiveRecorder(ForwardRecorder):
         values = program.given(leaves, owned, recording.steps, recording.reads.values())
         for step in recording.steps:
             self.perform(step, step.leaves, values)
-        return program.result(values)
+        return program.output(values)
 
     def perform(self, step: Instruction, constants: Sequence[Any], values: Values) -> None:
         def run_together(*args: Any, **kwargs: Any) -> Any:

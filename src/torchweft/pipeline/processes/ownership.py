@@ -76,12 +76,24 @@ class HiddenTensors:
     @contextmanager
     def placeholders(self, tensors: Mapping[int, Tensor] = MappingProxyType({})) -> Generator[None]:
         """Inside, the slots have their placeholders, or the tensors that are given for these, by their id()."""
-        for (table, key), placeholder in self._slots.values():
-            table[key] = tensors.get(id(placeholder), placeholder)
+        self._show(tensors)
         try:
             yield
         finally:
             self._hide()
+
+    @contextmanager
+    def hidden(self) -> Generator[None]:
+        """Inside of `placeholders`: a context in which the slots hold None."""
+        self._hide()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _show(self, tensors: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+        for (table, key), placeholder in self._slots.values():
+            table[key] = tensors.get(id(placeholder), placeholder)
 
 
 def placeholder_of(tensor: Tensor) -> Tensor:

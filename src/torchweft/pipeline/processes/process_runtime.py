@@ -84,21 +84,27 @@ class ProcessRuntime(PipeRuntime):
         # Steps with a forward that all ranks completed. They count alike, so that a walk has one name on all of them.
         self._steps = 0
         self._late_seed = LateNumber()
-        self._rank_plans: dict[bool, PipelinePlan] = {}  # by whether the loss is inside; all are serial
+        self._rank_plans: dict[tuple[bool, bool], PipelinePlan] = {}  # by loss inside and shared results; all serial
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
-        if with_loss not in self._rank_plans:
+        return self._rank_plan(layout, with_loss, shared=with_loss or self._placement.shares_output)
+
+    def _rank_plan(self, layout: str, with_loss: bool, *, shared: bool) -> PipelinePlan:
+        if (with_loss, shared) not in self._rank_plans:
             plan, placement = super().plan(layout, with_loss), self._placement
-            points = plan.entry_points
-            route = ResultRoute(points.result, points.source, shared=with_loss or placement.shares_output)
+            route = ResultRoute(plan.entry_points.result, plan.entry_points.source, shared=shared)
             executor = ProcessExecutor(placement.channel, plan.wiring, route, placement.loans)
-            self._rank_plans[with_loss] = replace(plan, executor=executor)
-        return self._rank_plans[with_loss]
+            self._rank_plans[with_loss, shared] = replace(plan, executor=executor)
+        return self._rank_plans[with_loss, shared]
+
+    def _is_shared(self, call: PipeCall) -> bool:
+        """Whether all ranks get what the stages return. Values that enter a tail stay where the tail runs."""
+        return bool(call.targets) or (self._placement.shares_output and call.joined_axes is None)
 
     def serve(self, call: PipeCall, *, training: bool) -> Any:
         """One step, on all ranks together. Raises the errors of `PipeRuntime.serve`, UsageError for calls that differ
         between ranks, and RankFailedError or RankLostError for events on other ranks."""
-        plan = self.plan("serial", bool(call.targets))
+        plan = self._rank_plan("serial", bool(call.targets), shared=self._is_shared(call))
         name = f" of step {self._steps + 1}"
         plan.executor.open(f"the forward{name}")
         # From here on a fault must reach the other ranks, because they wait for messages of this walk.
@@ -194,6 +200,6 @@ class ProcessRuntime(PipeRuntime):
             raise UsageError(join_faults("all ranks must call the Pipe alike, with the same batch; but:", faults))
 
     def _output(self, call: PipeCall, mini_batch: MiniBatch) -> JoinedOutput:
-        if not (call.targets or self._placement.shares_output or self._has_last):
+        if not (self._is_shared(call) or self._has_last):
             return RemoteOutput()
         return super()._output(call, mini_batch)

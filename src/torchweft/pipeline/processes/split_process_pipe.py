@@ -26,7 +26,8 @@ from torchweft.pipeline.split.isolation import place_tensor
 from torchweft.pipeline.split.program import (
     Program,
 )
-from torchweft.pipeline.split.split_pipe import SplitLayout, SplitModel, split_of
+from torchweft.pipeline.split.split_model import SplitModel
+from torchweft.pipeline.split.split_pipe import SplitLayout, split_of
 from torchweft.pipeline.weights import map_tensors
 
 
@@ -91,7 +92,7 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
     def run_step(self, settings: PipeSettings, current_runtime: CurrentRuntime, *call: Any) -> Any:
         model = self._process_model(settings)  # before the runtime, because its layout is part of `key`
         current_runtime()
-        model.set_channel(self._connect())
+        model.set_channel(self._connect(), shares_output=settings.output == "all")
         with self._in_walk(CHOICE):
             return super().run_step(settings, current_runtime, *call)
 

@@ -341,6 +341,10 @@ class Program:
     def result(self, values: Values) -> Any:
         if self.joins_rows:
             return tuple([values[value] for value, _ in self.tail.enters])
+        return self.output(values)
+
+    def output(self, values: Values) -> Any:
+        """The result of forward(), if `values` has those of the tail too."""
         return unflatten(self.recording.structure, _fill_leaves(self.recording.leaves, self.recording.reads, values))
 
 

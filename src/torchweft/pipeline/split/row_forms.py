@@ -1,7 +1,7 @@
 """The row forms of a model's programs: recorded once per form of a program, and checked for rows that are mixed."""
 
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -68,8 +68,9 @@ class RowForms:
         key = tuple(map(identity, recording.steps))
         if key not in self._known:
             for more, index in more_rows(call.rows):
-                # The user's code can need an even number of rows, say.
-                with suppress(Exception):
+                # The user's code can need an even number of rows, say. Over processes an error ends the recording on
+                # all of them, because the others wait for the results of the one that raised.
+                with suppress(Exception) if self._recorder.alone else nullcontext():
                     taken = call.taken(index)
                     second = self._recorder.record(*taken, keep=True)
                     form = RowForm(recording, second, call.rows, more)

@@ -188,16 +188,22 @@ class SplitModel:
         try:
             return self._follow_first_fitting([first, *others], choice, partial(serve, axes))
         except TailNeedsMore as more:
-            used = first.recording.steps[more.place[0]]
-            self._keep_more((first, *others), more)
-            if buffers != [version(buffer) for buffer in self.model.buffers()]:
-                raise BatchError(
-                    f"the end of forward() now uses {used}, which it did not use when it was recorded. The stages have "
-                    "run without keeping it, and have changed buffers, so this step cannot be repeated. Nothing else "
-                    "has changed: later steps will keep it"
-                ) from None
-            set_states(sources, states)
+            self._repeat(choice, more, (buffers, sources, states))
             raise
+
+    def _repeat(self, choice: StepChoice, more: TailNeedsMore, before: Any) -> None:
+        """Prepare to repeat a step whose tail needs a value that the stages did not keep. `before` holds the versions
+        of buffers, the generators and their states from before the step. Raises BatchError if it cannot be repeated."""
+        buffers, sources, states = before
+        used = choice.programs[0].recording.steps[more.place[0]]
+        self._keep_more(list(dict.fromkeys(choice.programs)), more)
+        if buffers != [version(buffer) for buffer in self.model.buffers()]:
+            raise BatchError(
+                f"the end of forward() now uses {used}, which it did not use when it was recorded. The stages have run "
+                "without keeping it, and have changed buffers, so this step cannot be repeated. Nothing else has "
+                "changed: later steps will keep it"
+            ) from None
+        set_states(sources, states)
 
     def _follow_first_fitting(self, programs: Sequence[Program], choice: StepChoice, serve: Callable[[], Any]) -> Any:
         """Follow the first program whose decisions by inputs are those of all rows. If there is none, the first one."""

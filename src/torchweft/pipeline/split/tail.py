@@ -70,6 +70,8 @@ class Tail:
         self.ways: list[Way] = [
             "tail" if k in self.steps else "here" if k in here else "answer" for k in range(len(self._steps))
         ]
+        outside = (k for k, way in enumerate(self.ways) if way != "answer")
+        self.inputs_read = {v for k in outside for v in self._steps[k].reads.values() if v.kind == "in"}
         self.last_answered = max((k for k, way in enumerate(self.ways) if way == "answer"), default=-1)
 
     def kind_of(self, value: RecordedValue) -> RowKind:
@@ -234,9 +236,11 @@ class Tail:
             here = self._needed(here | writers) & self.pure
         # A process that lacks a parameter does not run what depends on it. It does not run the tail either.
         lacking: set[int] = set()
-        for k, step in enumerate(self._steps):
+        for k in sorted(here | self.steps):
+            step = self._steps[k]
             reads = step.reads.values()
-            if any(v.key in self._absent if v.kind == "own" else v.step in lacking for v in reads):
+            inside = step.module is not None and any(name.startswith(f"{step.name}.") for name in self._absent)
+            if inside or any(v.key in self._absent if v.kind == "own" else v.step in lacking for v in reads):
                 lacking.add(k)
-        self.lacking = sorted(lacking & (here | self.steps))
+        self.lacking = [str(self._steps[k]) for k in sorted(lacking)]
         return here - self.steps - lacking
