@@ -38,6 +38,7 @@ from torchweft.pipeline.config import (
 )
 from torchweft.pipeline.loss import LossFunction, LossScale, LossWeight
 from torchweft.pipeline.microbatch import micro_sizes
+from torchweft.pipeline.own_loss import OwnLoss
 from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall, PipeRuntime
 from torchweft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 from torchweft.pipeline.sequential import NO_ROUTES, FixedSettings, LayoutArguments, PipeLayout
@@ -205,10 +206,11 @@ class Pipe(nn.Module):
             alone = group is None
             check.require(not alone or output == "all", "output='last' is for a pipe over processes (group=)")
             check.require(not alone or check_batches is True, "check_batches is for a pipe over processes (group=)")
-            check_settings(
-                check, cuts.stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
-            )
             of_numbers = loss_reduction if loss is None and split is not None else None
+            inside = OwnLoss() if of_numbers else loss
+            check_settings(
+                check, cuts.stages, chunks, executor, inside, loss_reduction, schedule, checkpoint, deferred_batch_norm
+            )
             if loss_reduction in (None, "mean", "sum"):
                 of_loss = None if of_numbers else loss_reduction
                 reduction = check.call(reduction_of, loss, of_loss, loss_weight)
@@ -528,7 +530,7 @@ class Pipe(nn.Module):
         fixed, layers = self._fixed, self._layers()
         with Validator("this Pipe cannot be used") as check:
             stages, self.balance, self.devices = self._layout.check_cuts(check, self, layers)
-            of_loss = fixed.loss, fixed.reduction
+            of_loss = fixed.inside, fixed.reduction
             check_settings(check, stages, self.chunks, self.executor, *of_loss, self.schedule, self.checkpoint)
         state = self._settings_state()
         allows_external_loss = build(self.schedule, stages, self.chunks).allows_external_loss

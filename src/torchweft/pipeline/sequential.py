@@ -32,6 +32,7 @@ from torchweft.pipeline.config import (
     sizes_of,
 )
 from torchweft.pipeline.loss import LossFunction, LossScale, LossWeight
+from torchweft.pipeline.own_loss import OwnLoss
 from torchweft.pipeline.pipe_runtime import PipeRuntime, on_meta
 from torchweft.pipeline.pipeline_plan import Crossing, build_stages
 from torchweft.pipeline.skip import verify_skippables
@@ -74,7 +75,14 @@ class FixedSettings(NamedTuple):
 
     @property
     def of_runtime(self) -> tuple[LossFunction | None, str, LossWeight | None, BatchDims]:
+        if self.number_reduction is not None:
+            return OwnLoss(), self.number_reduction, None, self.dims
         return self.loss, self.reduction, self.loss_weight, self.dims
+
+    @property
+    def inside(self) -> LossFunction | None:
+        """The loss that can be computed in a step. With a stated reduction, the model computes it itself."""
+        return self.of_runtime[0]
 
 
 class LayoutArguments(NamedTuple):

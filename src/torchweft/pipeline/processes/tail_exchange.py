@@ -5,7 +5,7 @@ every other rank       forward() stops where the tail begins; receives the resul
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -88,11 +88,12 @@ class TailExchange:
         """The result with a graph, so that ``backward()`` of any part of it begins this rank's part of the step."""
         leaves, structure = flatten(result)
         tracked = isinstance(self._anchor, Tensor) and self._anchor.requires_grad
-        leaves = [
-            _Attached.apply(self._anchor, x.detach()) if tracked and isinstance(x, Tensor) and x.requires_grad else x
+        attach = cast(Any, _Attached).apply
+        attached: list[Any] = [
+            attach(self._anchor, x.detach()) if tracked and isinstance(x, Tensor) and x.requires_grad else x
             for x in leaves
         ]
-        return unflatten(structure, leaves)
+        return unflatten(structure, attached)
 
 
 class _Attached(torch.autograd.Function):

@@ -34,7 +34,7 @@ class Answer(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in FORMS:
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return cast(Any, super()).__torch_function__(func, types, args, kwargs or {})
         answer = next(x for x in flatten((args, kwargs or {}))[0] if isinstance(x, Answer))
         raise TailNeedsMore(*answer.place)
 
@@ -111,9 +111,9 @@ class ExpectedCalls:
         """Compare no more the arguments of step `k` that are other objects at every call. False if there are none."""
         if k >= len(self.steps):
             return False
-        plain = [(j, of_leaf) for j, of_leaf in self._plain[k] if _is_plain(self.steps[k].leaves[j])]
-        is_less, self._plain[k] = len(plain) < len(self._plain[k]), plain
-        return is_less
+        before = self._plain[k]
+        self._plain[k] = [entry for entry in before if _is_plain(self.steps[k].leaves[entry[0]])]
+        return len(self._plain[k]) < len(before)
 
     def implied_by(self, other: "ExpectedCalls") -> bool:
         """Whether forward() makes these calls if it makes those of `other`, which has other rows or decisions."""

@@ -37,7 +37,7 @@ class OpenState:
             def watched(module: Any, name: str) -> Any:
                 value = read(module, name)
                 if name not in _OF_MODULES and name[:2] != "__" and is_open() and id(module) in known:
-                    table = vars(module)
+                    table = cast("dict[str, Any]", vars(module))
                     self._places.setdefault((id(table), name), (table, name))
                 return value
 

@@ -237,7 +237,7 @@ class _ForwardRun(TorchFunctionMode):
             register_dataclasses((args, kwargs))
             step = _step(modules.names[id(module)], module, args, kwargs, module=module)
             self.reject_python_draws(f" before {step.name}")
-            self.values.recording.has_hooks |= bool(module._forward_hooks)
+            self.values.recording.has_hooks |= bool(cast(Any, module)._forward_hooks)
             try:
                 return self._record_step(step, partial(plain, module))
             finally:

@@ -16,24 +16,24 @@ from torchweft.pipeline.split.tail import Tail
 
 
 class RecordedCall(NamedTuple):
-    """A micro-batch to record: its number `index` among those of these `sizes`, and the arguments of the mini-batch,
+    """A micro-batch to record: its `number` among those of these `sizes`, and the arguments of the mini-batch,
     nested as ``(args, kwargs)``. `axes` are the axes of their rows. With `joins`, the end of forward() runs on all
     rows. With `check`, rows are compared with those of a longer micro-batch."""
 
     arguments: Any
     sizes: Sequence[int]
     axes: Sequence[int | None]
-    index: int
+    number: int
     joins: bool
     check: bool
 
     @property
     def rows(self) -> int:
-        return self.sizes[self.index]
+        return self.sizes[self.number]
 
     @property
     def start(self) -> int:
-        return sum(self.sizes[: self.index])
+        return sum(self.sizes[: self.number])
 
     @property
     def piece(self) -> Any:

@@ -190,8 +190,8 @@ def _dependence(one: Any, other: Any, rows: int, more: int) -> Dependence:
         parts, others = _parts(one), _parts(other)
         if len(parts) != len(others):
             return "unknown"
-        of_parts = tuple([_dependence(x, y, rows, more) for x, y in zip(parts, others, strict=True)])
-        return "same" if all(part == "same" for part in of_parts) else of_parts
+        of_parts: list[Dependence] = [_dependence(x, y, rows, more) for x, y in zip(parts, others, strict=True)]
+        return "same" if all(part == "same" for part in of_parts) else tuple(of_parts)
     if same(one, other):
         return "same"
     return "proportional" if type(one) is int and one * more == other * rows else "unknown"
@@ -199,5 +199,6 @@ def _dependence(one: Any, other: Any, rows: int, more: int) -> Dependence:
 
 def _parts(container: Any) -> Sequence[Any]:
     if isinstance(container, slice):
-        return container.start, container.stop, container.step
+        parts = cast("slice[Any, Any, Any]", container)
+        return parts.start, parts.stop, parts.step
     return cast("Sequence[Any]", container)

@@ -15,8 +15,10 @@ from torchweft.core.errors import PartitionError, SpecError, UsageError
 from torchweft.core.validation import Validator
 from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
 from torchweft.pipeline.config import BatchDims, Layers, cuda_devices, places_of, reject_lazy, reject_other_axes
+from torchweft.pipeline.own_loss import OwnLoss
 from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall
 from torchweft.pipeline.pipeline_plan import Crossing
+from torchweft.pipeline.schedule import build
 from torchweft.pipeline.sequential import (
     CurrentRuntime,
     Cuts,
@@ -132,11 +134,29 @@ class SplitLayout(PipeLayout):
         if "target" in kwargs and not accepts(self._model, "target"):
             raise UsageError(NO_LOSS)
         args, kwargs = without_cache(self._model, args, kwargs)
+        # A stated rule for the numbers of micro-batches makes the model's own loss one that begins backward early.
+        table = build(settings.schedule, len(settings.devices), settings.chunks)
+        if not targets and self._fixed.number_reduction is not None and not table.allows_external_loss:
+            result = self._run(settings, current_runtime, args, kwargs, (None,), observer, outputs=True)
+            return OwnLoss.put_back(*result)
+        return self._run(settings, current_runtime, args, kwargs, targets, observer, outputs=not targets)
+
+    def _run(
+        self,
+        settings: PipeSettings,
+        current_runtime: CurrentRuntime,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: tuple[Any, ...],
+        observer: Observer | None,
+        *,
+        outputs: bool,
+    ) -> Any:
         axis = self.axes(args, kwargs, target=bool(targets))
         of_input = axis[0] if targets and not isinstance(axis, int) else axis
         rows = of_input if of_input is None or isinstance(of_input, int) else of_input[1:]
         model = self._current_model(settings)
-        how = {"check": cast(Any, settings).verify, "graph": settings.executor == "graph", "outputs": not targets}
+        how = {"check": cast(Any, settings).verify, "graph": settings.executor == "graph", "outputs": outputs}
         trials = Trials()
 
         def serve(choice: StepChoice, joined_axes: Any) -> Any:

@@ -10,7 +10,7 @@ on of each kind of call.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def run_for_numbers(recorder: ForwardRecorder, recording: Recording, call: Any) 
         for step in recording.steps
         if step.module is not None and any(value and value.form and not value.form.shape for value in step.makes)
     }
-    kept = {inner for module in computes if module is not None for inner in module.modules()}
+    kept = {inner for module in computes for inner in module.modules()}
     quiet = [m for m in recorder.model.modules() if m.training and m not in recorder.modules.open and m not in kept]
     tracked = torch.is_grad_enabled() and not recorder.watched
     with undisturbed(recorder.model, recorder.devices), torch.set_grad_enabled(tracked):
@@ -108,7 +108,8 @@ def run_for_numbers(recorder: ForwardRecorder, recording: Recording, call: Any) 
         named = {name: p for name, p in recorder.model.named_parameters() if p.requires_grad}
         gradients: dict[str, Tensor] = {}
         if roots and named:
-            found = torch.autograd.grad(sum(roots[1:], roots[0]), list(named.values()), allow_unused=True)
+            total = torch.stack(roots).sum()
+            found = cast("Sequence[Any]", torch.autograd.grad(total, list(named.values()), allow_unused=True))
             pairs = zip(named, found, named.values(), strict=True)
             gradients = {name: torch.zeros_like(p) if x is None else x for name, x, p in pairs}
     return Numbers({name: x.detach() for name, x in values.items()}, gradients)

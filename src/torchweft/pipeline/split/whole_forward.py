@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import swap_tensors
+from torch.utils import swap_tensors  # pyright: ignore[reportUnknownVariableType]
 
 from torchweft.core import torch_internals as internals
 from torchweft.core.errors import BatchError, SplitError
