@@ -46,7 +46,7 @@ VERSION = sys.version.split()[0]
 EXAMPLES = ("unet_pipeline", "unet_ranks", "gpt2_pipeline", "char_rnn", "remote_experts", "report")
 DEFAULT_EXTRAS = ("examples", "test")
 EXTRAS = {
-    "test": (*DEFAULT_EXTRAS, "manifests", "hf", "docs"),
+    "test": (*DEFAULT_EXTRAS, "manifests", "hf", "lora", "docs"),
     "bench": (*DEFAULT_EXTRAS, "bench", "hf"),
     "check": DEFAULT_EXTRAS,
     "docs": ("docs",),

@@ -147,8 +147,8 @@ def test_more_extras_join_the_installed_ones(do: ModuleType, shell: Shell) -> No
     for _ in range(2):
         do.main(["test"])
         do.main(["bench"])
-    assert shell.count("-e .[bench,docs,examples,hf,manifests,test]") == 1
-    assert do.installed() == {"bench", "docs", "examples", "hf", "manifests", "test"}
+    assert shell.count("-e .[bench,docs,examples,hf,lora,manifests,test]") == 1
+    assert do.installed() == {"bench", "docs", "examples", "hf", "lora", "manifests", "test"}
     assert shell.count("pip install") == 2
 
 

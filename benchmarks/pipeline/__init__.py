@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.pipeline import (
+    calls,
     dropout,
     loading,
     memory,
@@ -20,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[bool], Table]] = {
     "sleep": sleep.run,
     "transformer": transformer.run,
     "overhead": overhead.run,
+    "calls": calls.run,
     "operators": operators.run,
     "memory": memory.run,
     "skips": skips.run,

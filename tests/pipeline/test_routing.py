@@ -50,9 +50,9 @@ def test_reads_are_writes_or_outside_values(wiring: Wiring, count: int) -> None:
     written: Counter[Address] = Counter()
     for stage in range(wiring.stages):
         for i in range(count):
-            read.update(messages.reads(stage, i))
+            read.update(messages.reads[stage][i])
             for route in wiring.outputs[stage]:
-                written.update(messages.writes(route, i))
+                written.update(messages.writes[route][i])
     assert not [address for address, times in (read + written).items() if max(times, 1) > 2]
     from_outside = {address for address in read if comes_from_outside(wiring, address)}
     to_outside = {address for address in written if address.reader == OUTSIDE}
@@ -64,8 +64,8 @@ def test_reads_are_writes_or_outside_values(wiring: Wiring, count: int) -> None:
 def test_carry_begins_and_ends_outside(delay: int, count: int) -> None:
     wiring = Wiring((Route("state", 0, (0,), delay),), 1)
     messages = messages_of(wiring, count)
-    read = [address for i in range(count) for address in messages.reads(0, i)]
-    written = [address for i in range(count) for address in messages.writes(0, i)]
+    read = [address for i in range(count) for address in messages.reads[0][i]]
+    written = [address for i in range(count) for address in messages.writes[0][i]]
     few = min(delay, count)
     assert [comes_from_outside(wiring, address) for address in read] == [i < delay for i in range(count)]
     assert [address.reader for address in written] == [0] * (count - few) + [OUTSIDE] * few
@@ -74,5 +74,5 @@ def test_carry_begins_and_ends_outside(delay: int, count: int) -> None:
 
 def test_a_value_with_several_readers_has_an_address_for_each() -> None:
     wiring = Wiring((Route("skip", 0, (1, 3)),), 4)
-    assert messages_of(wiring, 5).writes(0, 2) == [Address(0, 1, 2), Address(0, 3, 2)]
+    assert messages_of(wiring, 5).writes[0][2] == (Address(0, 1, 2), Address(0, 3, 2))
     assert wiring.inputs == ((), (0,), (), (0,))

@@ -208,9 +208,9 @@ def test_failed_backward_leaves_no_partial_sums() -> None:
     routes = [Route("x", OUTSIDE, (0,)), Route("y", 0, (OUTSIDE,))]
     run = chain_run([lambda context, x: (x * weight,)], routes, 2, "graph", parameters=(weight,))
     schedule, ambient, executor = gpipe(1, 2), ExecutionContext.capture(["cpu"]), SerialExecutor()
-    given = {0: {Address(0, 0, i): Message(torch.tensor(2.0)) for i in range(2)}}
+    given = {0: {Address(0, 0, i): Message(torch.full((2,), 2.0)) for i in range(2)}}
     executor.walk(schedule.forward_only, run.perform, given, ambient)
-    ones: dict[Address, Message] = {Address(1, OUTSIDE, i): Message([torch.tensor(1.0)]) for i in range(2)}
+    ones: dict[Address, Message] = {Address(1, OUTSIDE, i): Message([torch.ones(2)]) for i in range(2)}
     last = schedule.backward_only.workers[0][-1].micro_batch
     run.prepare_backward(retain=True)
     with pytest.raises(RuntimeError):  # after the first micro-batch, in the second
@@ -222,7 +222,7 @@ def test_failed_backward_leaves_no_partial_sums() -> None:
         )
     run.prepare_backward(retain=False)
     executor.walk(schedule.backward_only, run.perform, {0: ones}, ambient)
-    assert run.parameter_gradients() == {id(weight): torch.tensor(4.0)}
+    assert run.parameter_gradients() == {id(weight): torch.tensor(8.0)}
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])

@@ -158,7 +158,14 @@ def test_script_without_an_observable_step_is_an_error(tmp_path: Path) -> None:
 
 
 def test_rank_is_added_to_the_name_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = written(tmp_path, "make()(x).sum().backward()")
+    # A pipe of one of several processes wants torch.distributed. Any group will do.
+    script = written(
+        tmp_path,
+        "import torch.distributed as dist",
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "make()(x).sum().backward()",
+        "dist.destroy_process_group()",
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert record_script(script, [], str(tmp_path / "step.html")) == 0

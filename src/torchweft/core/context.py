@@ -12,13 +12,14 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from torchweft.core import torch_internals as internals
 
 Phase = Literal["", "checkpointing", "recomputing"]
+Result = TypeVar("Result")
 
 
 class _PhaseOfThread(threading.local):
@@ -62,6 +63,22 @@ def set_phase(name: Phase) -> Generator[None]:
     try:
         yield
     finally:
+        _current.phase = before
+
+
+def call_in_phase(name: Phase, function: Callable[..., Result], *args: Any, tracked: bool) -> Result:
+    """Call a function in this phase of the thread, and with grad mode as `tracked` says."""
+    # As `set_phase` and `torch.set_grad_enabled`, without the objects of two context managers: this runs per
+    # micro-batch and stage.
+    before, _current.phase = _current.phase, name
+    changes = torch.is_grad_enabled() is not tracked
+    if changes:
+        internals.set_grad_mode(tracked)
+    try:
+        return function(*args)
+    finally:
+        if changes:
+            internals.set_grad_mode(not tracked)
         _current.phase = before
 
 

@@ -31,7 +31,6 @@ several N (a weight that is used twice), the walk from one N can pass another. T
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -39,9 +38,10 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchweft.core.context import ExecutionContext, set_phase
+from torchweft.core import torch_internals as internals
+from torchweft.core.context import ExecutionContext, call_in_phase
 from torchweft.core.errors import InPlaceError, SpecError, UsageError
-from torchweft.core.pytree import CONTAINER_ADVICE, LEAF, flatten, unflatten
+from torchweft.core.pytree import CONTAINER_ADVICE, LEAF, Structure, flatten, unflatten
 
 
 def detached_leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -113,6 +113,15 @@ class GradientSum:
         self._owned = [False] * count
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
+        totals, owned = self.totals, self._owned
+        for i, gradient in enumerate(gradients):
+            if gradient is None or gradient.is_sparse or not owned[i]:
+                return self._add_some(gradients)
+        # The usual case, without lists: all sums were made here.
+        torch._foreach_add_(totals, gradients)  # type: ignore[arg-type] # pyright: ignore[reportPrivateImportUsage] # no public name
+        return None
+
+    def _add_some(self, gradients: Sequence[Tensor | None]) -> None:
         totals, owned = self.totals, self._owned
         into: list[Tensor] = []
         more: list[Tensor] = []
@@ -221,8 +230,16 @@ def _grad(
     *,
     keep: bool = False,
 ) -> list[Tensor | None]:
-    grad = cast(Any, torch.autograd.grad)  # its hints allow tensors or edges, not both in one list
-    return list(grad(roots, targets, seeds, retain_graph=keep, allow_unused=True))
+    if internals.function_mode_count() or not _PLAIN.issuperset(map(type, targets)):
+        grad = cast(Any, torch.autograd.grad)  # its hints allow tensors or edges, not both in one list
+        return list(grad(roots, targets, seeds, retain_graph=keep, allow_unused=True))
+    return list(
+        internals.run_backward(tuple(roots), tuple(seeds), keep, False, tuple(targets), True, accumulate_grad=False)
+    )
+
+
+# Types that no mode or subclass of `torch.autograd.grad` is asked about.
+_PLAIN = frozenset((Tensor, nn.Parameter, GradientEdge))
 
 
 def _find_frontier(
@@ -319,8 +336,9 @@ def detach_leaves(value: Any, tracked: bool | None = None) -> Any:
 
 
 def _leaf(tensor: Tensor, tracked: bool | None) -> Tensor:
-    requires_grad = tensor.requires_grad if tracked is None else tracked and can_have_gradient(tensor)
-    return detached_leaf(tensor, requires_grad)
+    if tracked is None:
+        return detached_leaf(tensor, tensor.requires_grad)
+    return detached_leaf(tensor, tracked and (tensor.is_floating_point() or tensor.is_complex()))
 
 
 def can_have_gradient(tensor: Tensor) -> bool:
@@ -348,12 +366,15 @@ class Segment:
         # The tape is made before the call, because a function can change the lists and dicts that it receives.
         tape = Tape(self, context, values, keep)
         if keep == "graph":
-            with torch.enable_grad():
+            before = torch.is_grad_enabled()
+            internals.set_grad_mode(True)  # without the objects of a context manager
+            try:
                 outputs = self.call(context, values)
+            finally:
+                internals.set_grad_mode(before)
             tape.hold(outputs)
             return outputs, tape
-        with torch.no_grad(), set_phase("checkpointing"):
-            outputs = self.call(context, values)
+        outputs = call_in_phase("checkpointing", self.call, context, values, tracked=False)
         if tape.is_overwritten():
             raise InPlaceError(
                 "a stage wrote into its input in place, but its recomputation in backward needs that input "
@@ -372,36 +393,54 @@ class Segment:
 class Tape:
     """State that one forward of a segment leaves for its backward."""
 
-    __slots__ = ("_context", "_inputs", "_structures", "_versions", "edges", "recomputes", "segment", "tracks")
+    __slots__ = (
+        "_context",
+        "_inputs",
+        "_structures",
+        "_tensors",
+        "_versions",
+        "edges",
+        "recomputes",
+        "segment",
+        "tracks",
+    )
 
     def __init__(self, segment: Segment, context: MicroBatchContext, values: Sequence[Any], keep: Keep) -> None:
         self.segment = segment
         self._context = context
-        flat = [([value], LEAF) if type(value) is Tensor else flatten(value) for value in values]
-        self._inputs = [leaves for leaves, _ in flat]
-        self._structures = [structure for _, structure in flat]
+        self._inputs: list[list[Any]] = []
+        self._structures: list[Structure] = []
+        self._tensors: list[Tensor] = []
+        for value in values:
+            if type(value) is Tensor:
+                self._inputs += ([value],)
+                self._structures += (LEAF,)
+                self._tensors += (value,)
+            else:
+                leaves, structure = flatten(value)
+                self._inputs += (leaves,)
+                self._structures += (structure,)
+                self._tensors += [x for x in leaves if isinstance(x, Tensor)]
         self.recomputes = keep == "inputs"  # whether backward must run the function again
         # Tensor versions reveal writes in place. A recomputation from changed inputs would be silently wrong.
-        self._versions = versions(self._tensors()) if self.recomputes else []
+        self._versions = versions(self._tensors) if self.recomputes else []
         self.tracks: bool | None = None  # the argument `tracked` of `detach_leaves` for the outputs
         if self.recomputes:
             # The first forward runs without a graph, so its outputs cannot tell whether they will require a gradient.
-            self.tracks = bool(segment.parameters) or any(x.requires_grad for x in self._tensors())
+            self.tracks = bool(segment.parameters) or any(x.requires_grad for x in self._tensors)
         # For each leaf of each output, the edge at which its gradient enters the graph. None without a graph.
         self.edges: list[list[GradientEdge | None]] | None = None
 
-    def _tensors(self) -> list[Tensor]:
-        return [x for leaves in self._inputs for x in leaves if isinstance(x, Tensor)]
-
     def is_overwritten(self) -> bool:
         """Whether an input of a recomputation was written to since the forward began."""
-        return self._versions != versions(self._tensors())
+        return self._versions != versions(self._tensors)
 
     def hold(self, outputs: Sequence[Any]) -> None:
         """Keep the graph from these outputs back to the inputs, but not the outputs themselves."""
-        self.edges = [
-            [_edge(leaf) for leaf in ((value,) if type(value) is Tensor else flatten(value)[0])] for value in outputs
-        ]
+        edges: list[list[GradientEdge | None]] = []
+        for value in outputs:
+            edges += ([_edge_of(value)] if type(value) is Tensor else [_edge(leaf) for leaf in flatten(value)[0]],)
+        self.edges = edges
 
     def roots(self) -> list[Node]:
         """The nodes at which the graph begins, if it exists."""
@@ -416,11 +455,18 @@ class Tape:
                     "backward, which would compute something else now; write after backward or into another "
                     "tensor, or use checkpoint='never' for this stage"
                 )
-            with torch.enable_grad(), set_phase("recomputing"):
-                values = [unflatten(*value) for value in zip(self._structures, self._inputs, strict=True)]
-                outputs = self.segment.call(self._context, values)
-                self.hold(outputs)
-                _wait_for_collectives(outputs)
+            call_in_phase("recomputing", self._run_again, tracked=True)
+
+    def _run_again(self) -> None:
+        # Each call gets its own lists and dicts, because a layer can change them.
+        values: list[Any] = []
+        for structure, leaves in zip(self._structures, self._inputs, strict=True):
+            values += (leaves[0] if structure is LEAF else unflatten(structure, leaves),)
+        outputs = self.segment.call(self._context, values)
+        self.hold(outputs)
+        for value in outputs:
+            if type(value) is not Tensor:
+                _wait_for_collectives(value)
 
     def backward(self, gradients: Sequence[Gradients], *, retain: bool = False) -> tuple[list[Gradients], Gradients]:
         """Walk the graph back: from gradients per output value to those per input value, and of the parameters."""
@@ -431,8 +477,9 @@ class Tape:
         parameters = self.segment.parameters
         if not roots or not (inputs or parameters):
             return self._nest([None] * len(inputs)), [None] * len(parameters)
-        results = torch.autograd.grad(roots, [*inputs, *parameters], seeds, retain_graph=keeps, allow_unused=True)
-        return self._nest(results[: len(inputs)]), list(results[len(inputs) :])
+        results = _grad(roots, [*inputs, *parameters], seeds, keep=keeps)
+        count = len(inputs)
+        return self._nest(results[:count]), results[count:]
 
     def backward_inputs(self, gradients: Sequence[Gradients]) -> tuple[list[Gradients], SplitBackward | None]:
         """The first part of `backward`. The second result computes the gradients of the parameters, if any."""
@@ -444,40 +491,58 @@ class Tape:
 
     def _nest(self, flat: Sequence[Tensor | None]) -> list[Gradients]:
         """One list per input value, from the gradients of the inputs that require one. Other leaves get None."""
-        gradients = iter(flat)
-        return [
-            [next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in leaves]
-            for leaves in self._inputs
-        ]
+        nested: list[Gradients] = []
+        at = 0
+        for leaves in self._inputs:
+            of_value: Gradients = []
+            for x in leaves:
+                present = isinstance(x, Tensor) and x.requires_grad
+                of_value += (flat[at] if present else None,)
+                at += present
+            nested += (of_value,)
+        return nested
 
     def _begin(
         self, gradients: Sequence[Gradients], keeps: bool
     ) -> tuple[list[Tensor], list[GradientEdge], list[Tensor]]:
         """The inputs that require a gradient; the edges at which backward starts, and their gradients."""
-        self.prepare()
-        pairs = [
-            (edge, gradient)
-            for edges, of_output in zip(self.edges or [], gradients, strict=True)
-            for edge, gradient in zip(edges, of_output, strict=True)
-            if gradient is not None and edge is not None
-        ]
+        if self.edges is None:
+            self.prepare()
+        roots: list[GradientEdge] = []
+        seeds: list[Tensor] = []
+        for edges, of_output in zip(self.edges or [], gradients, strict=True):
+            for edge, gradient in zip(edges, of_output, strict=True):
+                if gradient is not None and edge is not None:
+                    roots += (edge,)
+                    seeds += (gradient,)
         if not keeps:
             self.edges = None
-        inputs = [x for x in self._tensors() if x.requires_grad]
-        return inputs, [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+        inputs: list[Tensor] = []
+        for x in self._tensors:
+            if x.requires_grad:
+                inputs += (x,)
+        return inputs, roots, seeds
 
 
 def _edge(leaf: Any) -> GradientEdge | None:
+    return _edge_of(leaf) if isinstance(leaf, Tensor) else reject_hidden(leaf, "a result")
+
+
+def _edge_of(tensor: Tensor) -> GradientEdge | None:
     """The edge at which the gradient of an output enters the graph. Backward needs nothing else of the output."""
-    if isinstance(leaf, Tensor):
-        return get_gradient_edge(leaf) if leaf.requires_grad else None
-    return reject_hidden(leaf, "a result")
+    if not tensor.requires_grad:
+        return None
+    node = tensor.grad_fn
+    # A node that is written in Python needs a token that keeps its graph alive, and a leaf has no node yet.
+    if node is None or isinstance(node, BackwardCFunction):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
 
 
-def _wait_for_collectives(outputs: Sequence[Any]) -> None:
+def _wait_for_collectives(value: Any) -> None:
     """Wait for the sums over processes that tensor-parallel layers have started."""
     # Nothing reads the outputs of a recomputation, and PyTorch keeps the messages of an unread one, step after step.
-    for leaf in chain.from_iterable(flatten(value)[0] for value in outputs):
+    for leaf in flatten(value)[0]:
         if isinstance(leaf, Tensor) and type(leaf) is not Tensor:
             local = getattr(leaf, "_local_tensor", leaf)  # of a DTensor
             if wait := getattr(local, "trigger_wait", None):  # of an AsyncCollectiveTensor
@@ -485,7 +550,13 @@ def _wait_for_collectives(outputs: Sequence[Any]) -> None:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [version(tensor) for tensor in tensors]
+    numbers: list[int] = []
+    for tensor in tensors:  # as `version`, without a call for each
+        try:
+            numbers += (tensor._version,)
+        except RuntimeError:  # an inference tensor
+            numbers += (0,)
+    return numbers
 
 
 def version(tensor: Tensor) -> int:

@@ -31,6 +31,11 @@ backward_keeps_graph: Callable[[], bool] = _c._autograd._get_current_graph_task_
 backward_number: Callable[[], int] = _c._current_graph_task_id
 queue_callback: Callable[[Callable[[], object]], None] = _variable._execution_engine.queue_callback
 
+# The engine without the Python layer of `torch.autograd.grad`, which costs as much as the backward of a small layer.
+# Arguments: roots, their gradients, retain_graph, create_graph, targets, allow_unused, accumulate.
+run_backward: Callable[..., tuple[Any, ...]] = _variable._execution_engine.run_backward
+set_grad_mode: Callable[[bool], None] = _c._set_grad_enabled
+
 HookTable = dict[int, Callable[..., Any]]  # the hooks of a tensor, by the numbers of their handles
 
 # Modes and hooks of the current thread.

@@ -5,12 +5,14 @@ or an attention without ``batch_first=True`` has time on axis 0. If it were cut 
 something else without any error. So a Pipe with such a module is rejected unless axes are given.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, combinations, starmap
 from operator import index
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -228,6 +230,38 @@ def reject_lazy(module: nn.Module) -> None:
         raise SpecError(
             join_faults("lazy layers have no sizes yet, and cannot be spread; run the model once before that:", lazy)
         )
+
+
+class _NoGroup:
+    def __repr__(self) -> str:
+        return "NO_GROUP"
+
+
+NO_GROUP: Any = _NoGroup()
+"""The default of `group`. It differs from None, which `torch.distributed.group.WORLD` is before it is initialised."""
+
+
+def resolve_group(group: Any) -> Any:
+    """The group, or None for a pipe in one process. Raises UsageError where each of several ranks would train a model
+    of its own, because `torch.distributed` is not initialised."""
+    if group is not None and group is not NO_GROUP:
+        return group
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise UsageError(
+                f"this process is one of {size} (WORLD_SIZE), but torch.distributed is not initialised, so that "
+                f"{'dist.group.WORLD is None, and ' * (group is None)}each would train the whole model by itself; call "
+                "torch.distributed.init_process_group() before the Pipe is made, and give group=dist.group.WORLD. "
+                "Remove WORLD_SIZE from the environment if these processes are meant to be independent"
+            )
+        if group is None:
+            raise UsageError(
+                f"group is None in one of {size} processes (WORLD_SIZE), each of which would train the whole model by "
+                "itself; give group=dist.group.WORLD to spread the stages over processes, or leave group out for a "
+                "Pipe in this process alone"
+            )
+    return None
 
 
 def checkpoint_rules(checkpoint: Any, stages: int) -> list[CheckpointRule]:

@@ -123,6 +123,14 @@ class SerialExecutor:
         Gradients of `borrowed` copies go to their owners. Gradients of copies that this process lent are added."""
         return by_worker
 
+    def share_entry_gradients(self, entries: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Send the gradients of this process's part of the mini-batch to the others. Returns those of their parts."""
+        return []
+
+    def number_to_report(self, number: Tensor) -> float | None:
+        """A number to compare with other processes. On GPUs it is that of the call before, or None in the first."""
+        return number.item()
+
     def commit(self, report: Report) -> list[Report]:
         """End a call that succeeded here. Returns the reports of all processes that took part, by worker. Raises the
         failure of another process, if there was one."""

@@ -26,6 +26,7 @@ from torchweft.core.errors import SpecError, UsageError, WeightsError, join_faul
 from torchweft.core.rng import new_seed
 from torchweft.core.validation import Validator, suggest
 from torchweft.pipeline.config import (
+    NO_GROUP,
     BatchDim,
     BatchDims,
     Checkpoint,
@@ -33,13 +34,14 @@ from torchweft.pipeline.config import (
     OutputBatchDim,
     check_settings,
     reduction_of,
+    resolve_group,
 )
 from torchweft.pipeline.loss import LossFunction, LossScale, LossWeight
 from torchweft.pipeline.microbatch import micro_sizes
 from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall, PipeRuntime
 from torchweft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 from torchweft.pipeline.sequential import NO_ROUTES, FixedSettings, LayoutArguments, PipeLayout
-from torchweft.pipeline.split.huggingface import forward_like
+from torchweft.pipeline.split.huggingface import forward_like, split_by_device_map
 from torchweft.pipeline.stage import CallArguments
 from torchweft.pipeline.tracing import Observer, observer_of_new
 from torchweft.pipeline.weights import Initialize, WeightFiles, allocate, find_uninitializable, initialize_modules
@@ -126,13 +128,17 @@ class Pipe(nn.Module):
         sample: an input, used only for balancing. With `split`: a micro-batch, as a dict of named arguments, a tuple of
             positional arguments, or the only argument.
         split: names of submodules. The model is cut before the first call of each (see docs/which_models.md). Or
-            ``"auto"``: one stage per device, by measured time for `sample`, or by parameters without a sample.
+            ``"auto"``: one stage per device, by measured time for `sample`, or by parameters without a sample. Or
+            ``"device_map"``: a stage for each device of the ``device_map=`` with which the model was loaded.
         verify: compare every recorded program of the model's forward() once with forward() itself.
         group: a process group, or a one-dimensional `DeviceMesh`, of `torch.distributed`. Rank k runs the stages of
             worker k of the schedule, keeps their parameters, and runs the same script. The input counts on the rank of
-            the first stage, the target on that of the last. `devices` is then the device of this rank.
+            the first stage, the target on that of the last. `devices` is then the device of this rank. None is refused
+            under torchrun, because the group of a script without ``init_process_group()`` is None.
         output: with `group`, the ranks that get the output of ``pipe(x)``: ``"all"``, or ``"last"``, the rank of the
             last stage. The other ranks then get a zero, so that they can call ``backward()``. All ranks get a loss.
+        check_batches: with `group`, compare checksums of the mini-batch where several ranks are given it: in the first
+            10 steps, in every 100th, and at each new number of rows. BatchError is raised on all ranks if they differ.
 
     `chunks`, `balance`, `split`, `devices`, `checkpoint`, `schedule` and `executor` can also be assigned as attributes.
     Each step re-reads and validates them. Layers do not move when `balance` or `devices` change. With `group`,
@@ -176,23 +182,29 @@ class Pipe(nn.Module):
         loss_scale: int | float | Callable[[], float] | None = None,
         executor: Literal["auto", "serial", "threads", "graph"] = "auto",
         sample: Any = None,
-        split: Sequence[str] | Literal["auto"] | None = None,
+        split: Sequence[str] | Literal["auto", "device_map"] | None = None,
         verify: bool = True,
-        group: "ProcessGroup | DeviceMesh | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = NO_GROUP,
         output: Literal["all", "last"] = "all",
+        check_batches: bool = True,
     ) -> None:
         super().__init__()
-        reduction = None
+        reduction, group = None, resolve_group(group)
+        if split == "device_map":
+            split, loaded = split_by_device_map(module)
+            devices = loaded if devices is None and group is None else devices
         _reject_pipes(module, split)
         self._layout = _new_layout(grouped=group is not None, split=split is not None)
         arguments = LayoutArguments(
-            balance, devices, sample, split, verify, group, executor, schedule, chunks, loss_scale
+            balance, devices, sample, split, verify, group, executor, schedule, chunks, loss_scale, check_batches
         )
         with Validator("this Pipe cannot be used") as check:
             dims = check.call(BatchDims, batch_dim, output_batch_dim)
             cuts = self._layout.resolve(check, module, dims, arguments)
             check.choice("output", output, ("all", "last"))
-            check.require(group is not None or output == "all", "output='last' is for a pipe over processes (group=)")
+            alone = group is None
+            check.require(not alone or output == "all", "output='last' is for a pipe over processes (group=)")
+            check.require(not alone or check_batches is True, "check_batches is for a pipe over processes (group=)")
             check_settings(
                 check, cuts.stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
             )
@@ -227,6 +239,7 @@ class Pipe(nn.Module):
                 _, self.balance, self.devices = self._layout.check_cuts(check, self, ())
         self._layout.place(self, self._current_runtime, sample)
         self.training = module.training  # of the pipe itself: each layer can have another mode
+        self._layout.introduce(self)
 
     def _wrap_model(self, model: nn.Module) -> None:
         # Not a child, or its keys would get a prefix.
@@ -273,6 +286,7 @@ class Pipe(nn.Module):
             self._observer,
             fixed.loss_scale,
             batch_tag=self.batch_tag,
+            given=(args, kwargs),
         )
         try:
             return runtime.serve(request, training=self.training)
@@ -469,6 +483,11 @@ class Pipe(nn.Module):
             raise AttributeError("hf_device_map")
         names: list[str] = ["", *self.split]
         return dict(zip(names, map(str, self.devices), strict=True)) if len(set(self.devices)) > 1 else {}
+
+    @hf_device_map.setter
+    def hf_device_map(self, device_map: dict[str, Any]) -> None:
+        # By accelerate.dispatch_model(). If it moved a block, the next step raises DeviceError.
+        self.module.hf_device_map = device_map
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the layout, because a shallow copy of the pipe must not share it.

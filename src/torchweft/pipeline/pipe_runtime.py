@@ -423,8 +423,9 @@ class StepKind(NamedTuple):
 
 class PipeCall(NamedTuple):
     """One call of a pipe. `targets` is empty, or holds the target. `scalars` is the reduction for numbers of
-    micro-batches in the output. `owners` maps the id() of a parameter's copy to the parameter. `joined_axes` are the
-    axes of an output that is not the caller's, but what enters the tail of a split model. None: that of the pipe."""
+    micro-batches in the output. `owners` maps the id() of a parameter's copy to the parameter. `given` are the
+    positional arguments and the keywords of the caller. `joined_axes` are the axes of an output that is not the
+    caller's, but what enters the tail of a split model. None: those of the pipe."""
 
     main: Any
     targets: tuple[Any, ...]
@@ -436,6 +437,7 @@ class PipeCall(NamedTuple):
     scalars: str | None = None
     owners: Mapping[int, torch.Tensor] = _NO_OWNERS
     batch_tag: Any = None
+    given: Any = None
     joined_axes: Any = None
 
 

@@ -80,6 +80,19 @@ class Delivery(NamedTuple):
     group_of: dict[int, tuple[int, ...]]
 
 
+class Addresses(NamedTuple):
+    """All addresses of the values of one step, made once for all steps.
+
+    `reads[stage][micro_batch]` are those that a stage reads, in the order of `Wiring.inputs`. `writes[route]
+    [micro_batch]` are those to which the value of a route is sent, one per worker. Reader OUTSIDE: it leaves the run.
+    `shared[route]` says whether several stages of one worker read it, and `deliveries[route]` which ones."""
+
+    reads: tuple[tuple[tuple[Address, ...], ...], ...]
+    writes: tuple[tuple[tuple[Address, ...], ...], ...]
+    shared: tuple[bool, ...]
+    deliveries: tuple[Delivery, ...]
+
+
 @dataclass(frozen=True)
 class Wiring:
     """All routes of a model. `inputs[s]` and `outputs[s]` are the numbers of the routes that stage s reads and writes,
@@ -93,6 +106,10 @@ class Wiring:
         init=False, compare=False, default_factory=dict[tuple[int, ...], tuple[Delivery, ...]]
     )
 
+    _addresses: dict[tuple[tuple[int, ...], int], Addresses] = field(
+        init=False, compare=False, default_factory=dict[tuple[tuple[int, ...], int], Addresses]
+    )
+
     def __post_init__(self) -> None:
         def numbered(belongs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
             return tuple(tuple(r for r, at in enumerate(belongs) if s in at) for s in range(self.stages))
@@ -104,6 +121,33 @@ class Wiring:
         if worker_of not in self._deliveries:
             self._deliveries[worker_of] = tuple(_delivery(route.readers, worker_of) for route in self.routes)
         return self._deliveries[worker_of]
+
+    def addresses(self, worker_of: tuple[int, ...], micro_batches: int) -> Addresses:
+        key = worker_of, micro_batches
+        if key not in self._addresses:
+            self._addresses[key] = _addresses(self, self.deliveries(worker_of), micro_batches)
+        return self._addresses[key]
+
+
+def _addresses(wiring: Wiring, deliveries: Sequence[Delivery], micro_batches: int) -> Addresses:
+    def writes(number: int, route: Route, index: int) -> tuple[Address, ...]:
+        inside = not route.delay or index + route.delay < micro_batches
+        firsts = [group[0] for group in deliveries[number].groups] if inside else [OUTSIDE]
+        return tuple(Address(number, reader, index) for reader in firsts)
+
+    def reads(stage: int, index: int) -> tuple[Address, ...]:
+        return tuple(
+            Address(route, deliveries[route].group_of[stage][0], index - wiring.routes[route].delay)
+            for route in wiring.inputs[stage]
+        )
+
+    indices = range(micro_batches)
+    return Addresses(
+        tuple(tuple(reads(stage, i) for i in indices) for stage in range(wiring.stages)),
+        tuple(tuple(writes(number, route, i) for i in indices) for number, route in enumerate(wiring.routes)),
+        tuple(any(len(group) > 1 for group in delivery.groups) for delivery in deliveries),
+        tuple(deliveries),
+    )
 
 
 def _delivery(readers: Sequence[int], worker_of: Sequence[int]) -> Delivery:

@@ -115,6 +115,10 @@ class Schedule:
         owner = {action.stage: worker for worker, row in enumerate(self.workers) for action in row}
         return tuple(owner[stage] for stage in range(self.stages))
 
+    @cached_property
+    def actions(self) -> frozenset[Action]:
+        return frozenset(action for row in self.workers for action in row)
+
     def check(self, *, stages: int | None = None, micro_batches: int | None = None) -> None:
         """Check that the table can run, and that it does all the work once. A table of forwards alone is valid. Raises
         ScheduleError that lists every fault, such as other numbers than `stages` and `micro_batches`."""

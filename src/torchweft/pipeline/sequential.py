@@ -88,6 +88,7 @@ class LayoutArguments(NamedTuple):
     schedule: Any
     chunks: Any
     loss_scale: Any
+    check_batches: Any
 
 
 class Cuts(NamedTuple):
@@ -205,6 +206,9 @@ class PipeLayout:
 
     def place(self, settings: PipeSettings, current_runtime: CurrentRuntime, sample: Any) -> None:
         """Bring the tensors of a wrapped model to their stages."""
+
+    def introduce(self, pipe: nn.Module) -> None:
+        """Make the finished pipe known to libraries that have to know about its ranks."""
 
 
 def _device_per_layer(settings: PipeSettings) -> Iterator[torch.device]:

@@ -91,7 +91,7 @@ class Stage:
 
     def __call__(self, context: MicroBatchContext, main: Any, *skips: Any) -> tuple[Any, ...]:
         result, stashed = self.run(context, main, dict(zip(self.popped, skips, strict=True)))
-        return (result, *(stashed[skip] for skip in self.stashed))
+        return (result, *[stashed[skip] for skip in self.stashed]) if self.stashed else (result,)
 
     def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """As `__call__`, with the skips by name. The result also holds the skips that stay inside."""

@@ -18,7 +18,7 @@ the values that it returned.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from types import MappingProxyType
@@ -81,33 +81,18 @@ class StepMessages:
     def __init__(self, wiring: Wiring, worker_of: tuple[int, ...], micro_batches: int) -> None:
         self.wiring = wiring
         self.worker_of = worker_of
-        self._micro_batches = micro_batches
-        self._deliveries = wiring.deliveries(worker_of)
+        self.reads, self.writes, self._has_shared, self._deliveries = wiring.addresses(worker_of, micro_batches)
         # All readers of an address belong to one worker, and only that worker touches its entry. So no lock is needed.
         self._shared: dict[Address, tuple[Message, int]] = {}  # values, and the number of readers that need them yet
         self._returned: dict[Address, dict[int, Message]] = {}  # gradients of shared values, by reader
-
-    def reads(self, stage: int, micro_batch: int) -> list[Address]:
-        routes = self.wiring.routes
-        return [
-            Address(route, self._deliveries[route].group_of[stage][0], micro_batch - routes[route].delay)
-            for route in self.wiring.inputs[stage]
-        ]
-
-    def writes(self, route: int, micro_batch: int) -> list[Address]:
-        """The addresses to which the value of a route is sent, one per worker. Reader OUTSIDE: it leaves the run."""
-        at = self.wiring.routes[route]
-        inside = not at.delay or micro_batch + at.delay < self._micro_batches
-        firsts = [group[0] for group in self._deliveries[route].groups] if inside else [OUTSIDE]
-        return [Address(route, reader, micro_batch) for reader in firsts]
 
     def readers(self, address: Address) -> tuple[int, ...]:
         return self._deliveries[address.route].group_of.get(address.reader, (OUTSIDE,))
 
     def receive(self, address: Address, inbox: Inbox) -> Message:
-        readers = len(self.readers(address))
-        if readers == 1:
+        if not self._has_shared[address[0]]:
             return inbox.receive(address)
+        readers = len(self.readers(address))
         message, left = self._shared.pop(address, None) or (inbox.receive(address), readers)
         if left > 1:
             self._shared[address] = message, left - 1
@@ -117,9 +102,9 @@ class StepMessages:
         self, address: Address, stage: int, gradients: Gradients, place: StageDevice | None
     ) -> Gradients | None:
         """The gradients of a value, summed over the stages of this worker that read it. None until all have arrived."""
-        readers = self.readers(address)
-        if len(readers) == 1:
+        if not self._has_shared[address[0]]:
             return gradients
+        readers = self.readers(address)
         returned = self._returned.setdefault(address, {})
         returned[stage] = Message(gradients) if place is None else place.send(gradients)
         if len(returned) < len(readers):
@@ -210,19 +195,26 @@ class StepState:
         return total
 
     def _forward(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
-        messages = [
-            self.messages.receive(address, inbox) for address in self.messages.reads(action.stage, action.micro_batch)
-        ]
-        sent = self._do("F", action, self._segment_forward, action, messages)
+        steps = self.messages
+        messages: list[Message] = []
+        for address in steps.reads[action[0]][action[2]]:
+            # One element, without a call: this runs per micro-batch and stage.
+            messages += (steps.receive(address, inbox),)
+        if self._plain:
+            sent = self._segment_forward(action, messages)
+        else:
+            sent = self._do("F", action, self._segment_forward, action, messages)
         # Free the inputs before a reader runs, which can start as soon as it has the value.
         del messages
         for address, message in sent:
-            outboxes[address.reader].put(address, message)
+            outboxes[address[1]].put(address, message)
 
     def _segment_forward(self, action: Action, messages: Sequence[Message]) -> list[tuple[Address, Message]]:
-        stage, index = action.stage, action.micro_batch
+        stage, _, index = action
         place = self._places[stage]
-        values = [message.value if place is None else place.receive(message) for message in messages]
+        values: list[Any] = []
+        for message in messages:
+            values += (message[0] if place is None else place.receive(message),)
         outputs, tape = self._segments[stage].forward(self._contexts[index], values, self._keeps[stage][index])
         tracked = False
         if tape is not None:
@@ -230,16 +222,20 @@ class StepState:
         elif self._observer is not None:
             self._observer.released(action)
         sent: list[tuple[Address, Message]] = []
+        writes = self.messages.writes
         for route, output in zip(self.messages.wiring.outputs[stage], outputs, strict=True):
-            for address in self.messages.writes(route, index):
+            for address in writes[route][index]:
                 # One leaf per worker, so that the graphs of two workers share no node.
                 leaf = detach_leaves(output, tracked)
                 if self._observer is not None:
-                    arrives = index + self.messages.wiring.routes[route].delay
-                    for reader in self.messages.readers(address):
-                        self._observer.sent(stage, address._replace(reader=reader), arrives, leaf)
-                sent.append((address, Message(leaf) if place is None else place.send(leaf)))
+                    self._note_sent(self._observer, stage, address, leaf)
+                sent += ((address, Message(leaf) if place is None else place.send(leaf)),)
         return sent
+
+    def _note_sent(self, observer: Observer, stage: int, address: Address, leaf: Any) -> None:
+        arrives = address.micro_batch + self.messages.wiring.routes[address.route].delay
+        for reader in self.messages.readers(address):
+            observer.sent(stage, address._replace(reader=reader), arrives, leaf)
 
     def _backward(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
         stage, index = action.stage, action.micro_batch
@@ -248,21 +244,26 @@ class StepState:
             raise BackwardTwiceError(BACKWARD_TWICE)
         if tape.recomputes:
             self._recompute(action, tape)
-        wiring, addresses_of = self.messages.wiring, self.messages.writes
-        messages = [
-            [inbox.receive(address) for address in addresses_of(route, index)] for route in wiring.outputs[stage]
-        ]
-        sent: list[tuple[Address, Message]] = self._do(
-            action.kind, action, self._segment_backward, action, tape, messages
-        )
+        wiring, writes = self.messages.wiring, self.messages.writes
+        messages: list[list[Message]] = []
+        for route in wiring.outputs[stage]:
+            of_route: list[Message] = []
+            for address in writes[route][index]:
+                of_route += (inbox.receive(address),)
+            messages += (of_route,)
+        if self._plain:
+            sent = self._segment_backward(action, tape, messages)
+        else:
+            sent = self._do(action.kind, action, self._segment_backward, action, tape, messages)
         # As in forward. The tape is free here, unless the graph is retained.
         del tape, messages
         for address, message in sent:
-            source = wiring.routes[address.route].source
-            outboxes[source if address.micro_batch >= 0 else OUTSIDE].put(address, message)
+            outboxes[wiring.routes[address[0]].source if address[2] >= 0 else OUTSIDE].put(address, message)
 
     def _recompute(self, action: Action, tape: Tape) -> None:
         # Another thread can draw from the same generators at that time. The last attempt lets the error pass.
+        if self._plain and self._rng is None:
+            return tape.prepare()
         for _ in range(MAX_RECOMPUTATIONS - 1):
             try:
                 return self._do("R", action, tape.prepare)
@@ -276,28 +277,37 @@ class StepState:
         """Run the tape backward from the gradients of the readers. Returns those for the sources that are complete."""
         stage, index = action.stage, action.micro_batch
         place = self._places[stage]
-        gradients = [
-            _total([m.value if place is None else place.receive(m) for m in of_readers], len(edges))
-            for of_readers, edges in zip(messages, tape.edges or (), strict=True)
-        ]
-        # With a retained graph there is no I: its second half would free the graph, which a later backward needs.
-        with self._walking_back(stage, tape.roots):
-            if action.kind == "I" and not self._retain:
-                inputs, self._pending[stage, index] = tape.backward_inputs(gradients)
-                del self._tapes[stage, index]
-            else:
-                inputs, of_parameters = tape.backward(gradients, retain=self._retain)
-                self._add(action, of_parameters)
+        gradients: list[Gradients] = []
+        for of_readers, edges in zip(messages, tape.edges or (), strict=True):
+            arrived: list[Gradients] = []
+            for message in of_readers:
+                arrived += (message[0] if place is None else place.receive(message),)
+            gradients += (_total(arrived, len(edges)),)
+        if self._rng is None:
+            inputs = self._walk_tape(action, tape, gradients)
+        else:
+            with self._rng.backward(stage, tape.roots):
+                inputs = self._walk_tape(action, tape, gradients)
         sent: list[tuple[Address, Message]] = []
-        for address, gradients_in in zip(self.messages.reads(stage, index), inputs, strict=True):
+        for address, gradients_in in zip(self.messages.reads[stage][index], inputs, strict=True):
             total = self.messages.add_returned(address, stage, gradients_in, place)
             if total is not None:
-                sent.append((address, Message(total) if place is None else place.send(total)))
+                sent += ((address, Message(total) if place is None else place.send(total)),)
         return sent
+
+    def _walk_tape(self, action: Action, tape: Tape, gradients: Sequence[Gradients]) -> list[Gradients]:
+        # With a retained graph there is no I: its second half would free the graph, which a later backward needs.
+        if action.kind == "I" and not self._retain:
+            inputs, self._pending[action.stage, action.micro_batch] = tape.backward_inputs(gradients)
+            del self._tapes[action.stage, action.micro_batch]
+        else:
+            inputs, of_parameters = tape.backward(gradients, retain=self._retain)
+            self._add(action, of_parameters)
+        return inputs
 
     def _segment_weights(self, action: Action) -> None:
         split = self._pending.pop((action.stage, action.micro_batch), None)
-        with self._walking_back(action.stage, list):
+        with nullcontext() if self._rng is None else self._rng.backward(action.stage, list):
             self._add(action, split.parameter_gradients() if split is not None else ())
 
     def _add(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
@@ -309,9 +319,6 @@ class StepState:
             self._tapes.pop((action.stage, action.micro_batch), None)
             if self._observer is not None:
                 self._observer.released(action)
-
-    def _walking_back(self, stage: int, roots: Callable[[], Sequence[Any]]) -> AbstractContextManager[Any]:
-        return _FREE if self._rng is None else self._rng.backward(stage, roots)
 
     def _do(self, kind: str, action: Action, call: Callable[..., Any], *args: Any) -> Any:
         if self._plain:
@@ -326,6 +333,8 @@ class StepState:
 
 
 def _total(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
+    if len(of_readers) == 1 and (only := of_readers[0]) is not None and len(only) == width:
+        return only  # the common case
     present = [gradients for gradients in of_readers if gradients is not None]
     if not present:
         return [None] * width
@@ -343,7 +352,6 @@ def add_gradient(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
 
 Result = TypeVar("Result")
 
-_FREE = nullcontext()
 _SHARED = (
     "a layer wrote to a tensor that every micro-batch gets whole (in NoChunk, or without a batch axis), so it was "
     "written to once per micro-batch; let the layer write to a clone"
@@ -354,13 +362,16 @@ class Agreement(NamedTuple):
     """Terms that all processes of a step agree on before it starts. The defaults are those of a single process. `name`
     is for messages. `anchors` are inputs of the node without a gradient, so that a process without parameters has a
     node too. `loss_seed` is the loss gradient of an early backward. `borrowed` are copies of parameters of other
-    processes, by the number of the loan."""
+    processes, by the number of the loan. `entries` say which gradients of the mini-batch processes share, and
+    `entry_tensors` are the tensors of this process that get one from another process."""
 
     name: str = ""
     anchors: Sequence[Tensor] = ()
     rng: DrawnSeed | None = None
     loss_seed: float | None = None
     borrowed: Mapping[int, Tensor] = MappingProxyType({})
+    entries: Any = None
+    entry_tensors: Sequence[Tensor] = ()
 
 
 ALONE = Agreement()
@@ -453,7 +464,8 @@ class CutStep:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """All tensors that the step has gradients for, in order."""
-        return [*self.step.mini_batch.tensors, *self._agreed.anchors, *self._parameters]
+        agreed = self._agreed
+        return [*self.step.mini_batch.tensors, *agreed.entry_tensors, *agreed.anchors, *self._parameters]
 
     def node_inputs(self) -> list[Tensor]:
         views = bind_parameters(self.step.plan.places, self._by_stage)
@@ -517,7 +529,8 @@ class CutStep:
 
     def _loss_gradient(self, gradients: Sequence[Tensor | None]) -> str | None:
         seed = gradients[0] if isinstance(self.step.output, WeightedLoss) else None
-        return None if seed is None else repr(float(seed))
+        number = None if seed is None else self.step.plan.executor.number_to_report(seed)
+        return None if number is None else repr(number)
 
     def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], StepState, list[Tensor | None]]:
         """The messages that left the walk, its state, and the gradients of `tensors` if they are made early."""
@@ -562,4 +575,5 @@ class CutStep:
         inputs: list[Tensor | None] = []
         if batch.tensors:
             inputs = batch.gradients(plan.entry_points.gradients(left, batch.micro_batches, batch.present))
-        return [*inputs, *(by_id.get(id(tensor)) for tensor in (*self._agreed.anchors, *self._parameters))]
+        shared = plan.executor.share_entry_gradients(self._agreed.entries, inputs)
+        return [*inputs, *shared, *(by_id.get(id(tensor)) for tensor in (*self._agreed.anchors, *self._parameters))]

@@ -16,7 +16,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         if size not in pools or pools[size].broken:
             if size in pools:
                 pools[size].close()
-            pools[size] = Ranks(size)
+            pools[size] = Ranks(size, spawned=True)
         return pools[size]
 
     yield find

@@ -6,9 +6,10 @@
     ranks(2).outcomes(work, 3)                   for each rank its result or its error, or None if it died
     with fresh_ranks(2) as two: two.run(...)     ranks of this test alone, which it can kill
 
-Ranks are forked from a server that has imported torch and torchweft, so that a start takes milliseconds. They have the
-environment of torchrun. The store lives in the test process, so no port is guessed. Every wait has a deadline, after
-which all ranks are killed and their stacks are shown.
+Ranks that many tests share are started as torchrun does it: each is a new interpreter with a hash seed of its own, so
+that sets of strings have another order on each rank. Ranks of one test are forked from a server that has imported torch
+and torchweft, so that a start takes milliseconds. Both have the environment of torchrun. The store lives in the test
+process, so no port is guessed. Every wait has a deadline, after which all ranks are killed and their stacks are shown.
 """
 
 import faulthandler
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 GROUP_SECONDS = 60.0
-_context = multiprocessing.get_context("forkserver")
+_forks, _spawns = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
 
 
 class Outcome(NamedTuple):
@@ -42,23 +43,24 @@ class Outcome(NamedTuple):
 
 
 class Ranks:
-    """Processes of one group. They run one function after another until they are closed, or one of them dies."""
+    """Processes of one group. They run one function after another until they are closed, or one of them dies. With
+    `spawned`, each has its own hash seed."""
 
-    def __init__(self, size: int, timeout: float = GROUP_SECONDS) -> None:
+    def __init__(self, size: int, timeout: float = GROUP_SECONDS, *, spawned: bool = False) -> None:
         self.size, self.broken = size, False
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="torchweft-ranks-", ignore_cleanup_errors=True)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        _context.set_forkserver_preload(
-            ["torch", "torch.distributed", "torchweft", "torchweft.pipeline.processes.links"]
-        )
+        _forks.set_forkserver_preload(["torch", "torch.distributed", "torchweft", "torchweft.pipeline.processes.links"])
+        context: Any = _spawns if spawned else _forks
         for rank in range(size):
-            mine, theirs = _context.Pipe()
+            mine, theirs = context.Pipe()
             arguments = (rank, size, self._store.port, timeout, theirs, self._stacks.name)
-            process = _context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
-            process.start()
+            process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+            with _hash_seed(rank + 1):
+                process.start()
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
@@ -134,6 +136,19 @@ class Ranks:
             process.join(10.0)
             pipe.close()
         self._stacks.cleanup()
+
+
+@contextmanager
+def _hash_seed(seed: int) -> Iterator[None]:
+    """Let interpreters that start inside have this seed of string hashes."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = str(seed)
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONHASHSEED"]
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
 
 
 @contextmanager

@@ -97,6 +97,7 @@ def train_beside_plain(name: str, schedule: str, sampled: bool = False, meta: bo
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # e.g. about a sample that is not used
+        warnings.filterwarnings("ignore", ".*spread unevenly over the ranks")
         settings: dict[str, Any] = {"split": split, "schedule": schedule, "sample": sample, **inside}
         pipe = weft.Pipe(model, chunks=4, group=dist.group.WORLD, **settings)
     if meta:
@@ -216,7 +217,24 @@ class Remembers(nn.Module):
         return self.kept + x
 
 
+class Scales(nn.Module):
+    """Code between blocks that reads six scales in every stage, so that all but the first stage borrow them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.tensor(0.7 + k / 10) for k in range(6)])
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.first, self.second, self.third):
+            x = block(x)
+            for k, scale in enumerate(self.scales):
+                x = (x * scale + k).tanh()
+        return x
+
+
 MODELS: dict[str, type[nn.Module]] = {
+    "scales between blocks": Scales,
     "parameters between blocks": Glue,
     "writes into an input": InPlace,
     "branches": Branches,
@@ -367,6 +385,18 @@ def count_in_a_buffer() -> tuple[float, int]:
         x = _inputs(rows)
         worst = max(worst, float((pipe(x) - plain(x)).detach().abs().max()))
     return worst, pipe.statistics()["recordings"]
+
+
+def own_unevenly() -> list[str]:
+    """Warnings for a model with most of its modules registered before the split point, without and with a sample."""
+    words: list[str] = []
+    for sample in (None, _inputs(2)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = Reordered()  # registers the last module first
+            weft.Pipe(model, chunks=2, split=["second"], sample=sample, group=dist.group.WORLD)
+        words += [str(warning.message) for warning in caught]
+    return words
 
 
 def share_a_counter() -> str:

@@ -93,7 +93,7 @@ def carry(value: Any, sent: SentShapes, received: dict[int, Shape]) -> Any:
             memory_of(buffer)[:] = data[start : start + buffer.nbytes]
         start += buffer.nbytes
     assert start == len(data)
-    return join_value(known, json.loads(encode_plain(leaves)), buffers)
+    return join_value(known, json.loads(encode_plain(leaves)), buffers, torch.device("cpu"))
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -200,3 +200,11 @@ def test_a_malformed_frame_is_rejected(frame: bytes) -> None:
     size = len(encode_control(0, 0, None)) - len(b"null")
     with pytest.raises(ValueError, match="malformed"):
         decode_header(frame[:size])
+
+
+def test_tensors_of_an_accelerator_get_to_the_stage_device() -> None:
+    shape, plain, tensors = split_value([torch.ones(2), torch.zeros(3)], device_lane=False)
+    first, second = shape.tensors
+    shape = shape._replace(leaves=(first, second._replace(on_device=True)))
+    arrived = join_value(shape, plain, tensors, torch.device("meta"))
+    assert [tensor.device.type for tensor in arrived] == ["cpu", "meta"]

@@ -18,7 +18,7 @@ def model(tied: bool) -> nn.Sequential:
 
 
 def train_sharded(schedule: str, checkpoint: str, tied: bool) -> float:
-    """The largest difference of any weight of this rank from plain PyTorch's after three steps."""
+    """The largest difference of any weight of this rank from plain PyTorch's after three steps with clipping."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     plain, loss_function = model(tied), nn.functional.mse_loss
     settings = {"chunks": 2, "balance": [3, 2], "schedule": schedule, "checkpoint": checkpoint, "loss": loss_function}
@@ -30,6 +30,8 @@ def train_sharded(schedule: str, checkpoint: str, tied: bool) -> float:
     for _ in range(3):
         pipe(x[rows], target=y[rows]).backward()
         loss_function(plain(x), y).backward()
+        norm, expected = weft.clip_grad_norm_(pipe, 0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert abs(float(norm - expected)) < 1e-14 and expected > 0.1
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

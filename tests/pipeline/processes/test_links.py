@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.pipeline.processes.launch import Outcome, Ranks, fresh_ranks
+from tests.pipeline.processes.replay import noted
 from torchweft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError
 from torchweft.pipeline.processes.frames import SHAPES
 from torchweft.pipeline.processes.links import Links
@@ -402,3 +404,46 @@ def test_an_outcome_tells_results_from_errors(ranks: Find) -> None:
 
 def divide(number: int) -> float:
     return number / dist.get_rank()
+
+
+class Endless:
+    """The work of a send that its receiver never takes."""
+
+    def wait(self) -> None:
+        time.sleep(20)
+
+
+def send_without_end() -> str:
+    with open_links(1.0) as links:
+        walk = links.open_walk("step 0")
+        if links.rank == 0:
+            with patch.object(links.ways.cpu_lane, "send", lambda *_: Endless()):
+                walk.send(1, (0, 0, 0), torch.ones(LARGE))
+        with pytest.raises(RankLostError) as caught:
+            walk.agree(None)
+        return str(caught.value)
+
+
+def test_a_send_without_end_names_the_receiver() -> None:
+    with fresh_ranks(2) as two:
+        texts = two.run(send_without_end)
+    assert all(text.startswith("rank 1 (host") and "has not taken the tensors" in text for text in texts)
+
+
+def transfer_without_end() -> str:
+    with noted(), open_links(1.0) as links:
+        walk = links.open_walk("step 0")
+        if links.rank == 0:
+            walk.send(1, (0, 0, 0), torch.ones(3))  # works of gloo count as complete only when they are waited for
+        end = time.monotonic() + 20
+        with pytest.raises(RankLostError) as caught:
+            while time.monotonic() < end:  # a host that waits for its GPU
+                time.sleep(0.02)
+                walk.check()
+        return str(caught.value)
+
+
+def test_a_transfer_that_is_stuck_is_an_error() -> None:
+    with fresh_ranks(2) as two:
+        texts = two.run(transfer_without_end)
+    assert [text.partition(" (host")[0] for text in texts] == ["rank 1", "rank 0"]

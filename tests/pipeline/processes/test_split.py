@@ -95,6 +95,11 @@ def test_recordings_see_present_values_of_buffers(ranks: Find) -> None:
         assert worst <= 1e-13 and recordings == 10
 
 
+def test_uneven_shares_without_a_sample_are_told(ranks: Find) -> None:
+    (words,), others = ranks(2).run(splitting.own_unevenly)
+    assert "in bytes: rank 0 336, rank 1 168" in words and "sample=" in words and others == []
+
+
 def test_a_counter_of_several_ranks_is_rejected(ranks: Find) -> None:
     for text in ranks(2).run(splitting.share_a_counter):
         assert re.search(r"buffers that a step writes to.*third\.seen, on the ranks \[0, 1\]", text, re.S)

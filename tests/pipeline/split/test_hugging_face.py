@@ -19,7 +19,8 @@ from tests.pipeline.pipe_cases import assert_close, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
 from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import HUGGING, gpt2, hugging, ids
-from torchweft.core.errors import BatchError, SplitError
+from torchweft.core.errors import BatchError, SplitError, UsageError
+from torchweft.pipeline.split.huggingface import split_by_device_map
 
 pytestmark = [needs_transformers, pytest.mark.filterwarnings("ignore")]
 
@@ -277,6 +278,70 @@ def test_no_cache_is_requested(make: Any, inputs: Any, split: Any) -> None:
     batch = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
     assert model.config.get_text_config().use_cache
     assert_close(cut(model, *split, chunks=2)(**batch).logits, model(**batch).logits, 1e-10)
+
+
+@pytest.mark.usefixtures("double")
+def test_no_cache_is_requested_by_a_second_config() -> None:
+    """Trainer switches caches off in the model's config, but the decoder of T5 has a copy of it."""
+    settings = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    model: Any = hugging("T5", "T5ForConditionalGeneration", **settings, decoder_start_token_id=0)().double()
+    model.config.use_cache = False
+    assert model.decoder.config.use_cache
+    batch = {"input_ids": ids(4), "labels": ids(4, 7)}
+    assert_close(cut(model, "decoder.block.0", chunks=2)(**batch).logits, model(**batch).logits, 1e-10)
+
+
+def test_use_cache_of_other_models_is_theirs() -> None:
+    class Scaled(Chain):
+        def forward(self, x: Tensor, use_cache: bool = True) -> Tensor:
+            return super().forward(x) * (2 if use_cache else 1)
+
+    model = Scaled().double()
+    assert_close(cut(model, chunks=2)(rows(4, 8)), model(rows(4, 8)))
+
+
+def test_dispatched_pipe_still_runs_in_stages() -> None:
+    import accelerate  # noqa: PLC0415 - an extra
+
+    plain, batch = _model(), {"input_ids": ids(4), "labels": ids(4)}
+    plain(**batch).loss.backward()
+    pipe = _pipe(_model())
+    names = ["transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f", "lm_head"]
+    dispatched = accelerate.dispatch_model(pipe, dict.fromkeys(names, "cpu"), force_hooks=True)
+    dispatched(**batch).loss.backward()
+    assert dispatched is pipe and pipe.statistics()["recordings"] == 1
+    assert_close([x.grad for x in pipe.parameters()], [x.grad for x in plain.parameters()], 1e-12)
+
+
+_MAP = {"transformer.wte": 0, "transformer.wpe": 0, "transformer.h.0": 0, "transformer.h.1": 1, "transformer.ln_f": 1}
+
+
+def test_device_map_becomes_stages() -> None:
+    model = _model()
+    model.hf_device_map = {**_MAP, "lm_head": 0}
+    cuda = [torch.device("cuda", index) for index in (0, 1, 0)]
+    assert split_by_device_map(model) == (["transformer.h.1", "lm_head"], cuda)
+    pipe = weft.Pipe(model, chunks=2, split="device_map", devices=["cpu"] * 3)
+    assert pipe.split == ["transformer.h.1", "lm_head"]
+    assert_close(pipe(input_ids=ids(4)).logits, _model()(input_ids=ids(4)).logits, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "words"),
+    [
+        (None, "has no hf_device_map"),
+        ({"": 0}, "has {'': 0}"),
+        ({**_MAP, "lm_head": "cpu"}, "device_map has put lm_head on the CPU"),
+        ({"transformer.wte": 0, "transformer.h.1.mlp.c_fc.weight": 1}, "weight, which is not a module"),
+    ],
+    ids=["none", "whole", "offloaded", "parameter"],
+)
+def test_device_map_that_gives_no_stages_is_refused(device_map: Any, words: str) -> None:
+    model = _model()
+    if device_map is not None:
+        model.hf_device_map = device_map
+    with pytest.raises(UsageError, match=words):
+        weft.Pipe(model, chunks=2, split="device_map")
 
 
 def test_keys_and_values_that_layers_share_are_refused() -> None:

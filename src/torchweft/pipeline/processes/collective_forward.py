@@ -131,7 +131,7 @@ class CollectiveCalls:
         for rank in range(self._channel.links.size):
             if rank != self.rank:
                 # The rank is part of the address: in an exchange, several ranks send under one number.
-                self._channel.walk.send(rank, (_CONTENT, self.rank, number), message)
+                self._channel.walk.send(rank, (_CONTENT, self.rank, number), message, through_cpu=True)
 
     def _receive(self, number: int, source: int, known: Sequence[Any] = ()) -> Any:
         return unpack(self._channel.walk.receive((_CONTENT, source, number), source), self._device, known)
@@ -142,7 +142,7 @@ class CollectiveCalls:
         for k, parameter in enumerate(parameters):
             owner, address = self._owners[id(parameter)], (_PARAMETER, k, number)
             if self.rank == owner != runner:
-                self._channel.walk.send(runner, address, parameter.detach())
+                self._channel.walk.send(runner, address, parameter.detach(), through_cpu=True)
             elif self.rank == runner != owner:
                 # Not an nn.Parameter: a call can return it, and later calls would look for the owner of the result.
                 copy: Tensor = self._channel.walk.receive(address, owner)
@@ -216,6 +216,7 @@ class CollectiveRecorder(ForwardRecorder):
     def __init__(self, calls: CollectiveCalls, *args: Any) -> None:
         super().__init__(*args)
         self.watched, self._calls = True, calls
+        self.alone = False
         self.written: set[tuple[nn.Module, str]] = set()
         """Buffers that blocks were seen to write to: the module, and the name in it."""
 
@@ -233,7 +234,7 @@ class CollectiveRecorder(ForwardRecorder):
         values = program.given(leaves, owned, recording.steps, recording.reads.values())
         for step in recording.steps:
             self.perform(step, step.leaves, values)
-        return program.result(values)
+        return program.output(values)
 
     def perform(self, step: Instruction, constants: Sequence[Any], values: Values) -> None:
         def run_together(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,11 @@
-"""One connection to another rank: frames over a socket, large tensors over the lanes.
+"""One connection to another rank: frames over a socket, large tensors over a lane.
 
     sending thread   small frame ──> socket                   the rest of a full socket: the thread `drain`
     reader thread    socket ──> frame ──> the owner of the links
     bodies           waits for tensors that arrive on the CPU lane, so that the reader goes on with the next frame
-    releases         waits for tensors that leave, and keeps them alive until then
+    releases         waits for tensors that leave on the CPU lane, and keeps them alive until then
+
+Transfers between GPUs have a thread of their own, see `DeviceLane`.
 
 A send never blocks, because the same thread receives: two ranks that send large values to each other would both wait.
 All threads but the reader start at their first job.
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweft.core.segment import version
+from torchweft.pipeline.processes.device_lane import Arrival, DeviceLane
 from torchweft.pipeline.processes.frames import (
     BYE,
     CPU_LANE,
@@ -40,33 +43,40 @@ from torchweft.pipeline.processes.frames import (
     join_value,
     memory_of,
 )
-from torchweft.pipeline.processes.lanes import Lanes
+from torchweft.pipeline.processes.lanes import Lane
 
 _connections: "weakref.WeakSet[Connection]" = weakref.WeakSet()
 # In a forked child: never freed, because gloo would wait for threads that are not there.
-_inherited: list[Lanes] = []
+_inherited: list[Lane] = []
+
+
+class Ways(NamedTuple):
+    """The lanes of a rank, and the device of its stages. Without a lane for it, its tensors go through the CPU."""
+
+    cpu_lane: Lane
+    device_lane: DeviceLane | None
+    device: torch.device
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame as it arrives. The works are receives of tensors that are still on their way."""
+    """A frame as it arrives: tensors in CPU memory, of which the `works` are still receiving some, and the arrival of
+    those that go to the device."""
 
     header: FrameHeader
     plain: bytes
     shape: Shape | None = None
     tensors: Sequence[torch.Tensor] = ()
     works: Sequence[Any] = ()
-    device_works: Sequence[Any] = ()
+    arrival: Arrival | None = None
 
-    def value(self, plain: Sequence[Any]) -> Any:
+    def value(self, plain: Sequence[Any], ways: Ways) -> Any:
         assert self.shape is not None
-        if self.device_works:
-            for leaf, tensor in zip(self.shape.tensors, self.tensors, strict=True):
-                if leaf.way == DEVICE_LANE:
-                    # The stream of NCCL allocated it, and must not reuse its memory before this stream has read it.
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            for work in self.device_works:  # the current stream waits, not the host
-                work.wait()
-        return join_value(self.shape, plain, self.tensors)
+        tensors = self.tensors
+        if self.arrival is not None:
+            assert ways.device_lane is not None
+            of_device, of_host = iter(ways.device_lane.take(self.arrival)), iter(tensors)
+            tensors = [next(of_device if leaf.way == DEVICE_LANE else of_host) for leaf in self.shape.tensors]
+        return join_value(self.shape, plain, tensors, ways.device)
 
 
 # In a forked child. An open copy of a socket would hide the death of the parent from its peers.
@@ -169,12 +179,12 @@ class FrameQueue:
 
 
 class Connection:
-    def __init__(self, rank: int, sock: socket.socket, lanes: Lanes) -> None:
+    def __init__(self, rank: int, sock: socket.socket, ways: Ways) -> None:
         self.rank = rank
         sock.settimeout(None)
         # A small frame must not wait until the one before it is acknowledged.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._lanes = sock, lanes
+        self._socket, self._ways = sock, ways
         self.outgoing = FrameQueue(sock, f"torchweft-drain-{rank}")
         # Held over the header and the posts of its tensors. It comes before the lock of the queue.
         self._sending = threading.Lock()
@@ -197,15 +207,18 @@ class Connection:
         """Send a value. Its large tensors are kept until they have left, and must not be written to before."""
         ways = list(zip(shape.tensors, tensors, strict=True))
         inline = [memory_of(tensor) for leaf, tensor in ways if leaf.way == FRAME and tensor.numel()]
-        on_lanes = [tensor for leaf, tensor in ways if leaf.way != FRAME]
+        on_lanes = [(leaf.way, tensor) for leaf, tensor in ways if leaf.way != FRAME]
         with self._sending:  # frames and sends of a lane keep one order
             slot, text = self.sent_shapes.find(shape)
             header = FrameHeader(DATA, walk, address, slot, len(text), len(plain))
             try:
                 self.outgoing.write(b"".join([header.encode(), text, plain, *inline]))
-                for tensor in on_lanes:
-                    work = self._lanes.send(self.rank, tensor)
-                    self._releases.submit(partial(self._release, work, tensor, version(tensor), walk))
+                for way, tensor in on_lanes:
+                    if way == DEVICE_LANE and (lane := self._ways.device_lane) is not None:
+                        lane.send(self.rank, tensor, walk)
+                    else:
+                        work = self._ways.cpu_lane.send(self.rank, tensor)
+                        self._releases.submit(partial(self._release, work, tensor, version(tensor), walk))
             except BaseException:
                 # A header without its send would let the next tensor arrive in the wrong place.
                 if on_lanes:
@@ -215,19 +228,18 @@ class Connection:
     def _release(self, work: Any, tensor: torch.Tensor, before: int, walk: int) -> None:
         with suppress(RuntimeError):  # the reader reports the lost rank
             work.wait()
-            # The wait() of NCCL is for the stream. The version below must be read after the transfer itself.
-            while tensor.device.type != "cpu" and not work.is_completed():
-                time.sleep(1e-3)
         # Reported when the walk ends. The peer can have received the old bytes, the new ones, or some of both.
         if version(tensor) != before:
             self._changed.add(walk)
 
-    def find_change(self, walk: int, seconds: float) -> bool:
-        """Whether a tensor of a walk was written to before it had left. Waits for those that are leaving."""
+    def find_change(self, walk: int, seconds: float) -> bool | None:
+        """Whether a tensor of a walk was written to before it had left. Waits for those that are leaving. None if some
+        have not left within `seconds`."""
         if self._releases.started:
             done = threading.Event()
             self._releases.submit(done.set)
-            done.wait(seconds)
+            if not done.wait(seconds):
+                return None
         return walk in self._changed
 
     def _read_frames(self, handle: "Handle") -> None:
@@ -259,16 +271,20 @@ class Connection:
         if text:
             self.received_shapes[header.slot] = decode_shape(text)
         shape = self.received_shapes[header.slot]
-        places = {DEVICE_LANE: self._lanes.device}
-        tensors = [torch.empty(leaf.dims, dtype=leaf.dtype, device=places.get(leaf.way)) for leaf in shape.tensors]
-        works: dict[int, list[Any]] = {CPU_LANE: [], DEVICE_LANE: []}
-        for leaf, tensor in zip(shape.tensors, tensors, strict=True):
+        tensors = [torch.empty(leaf.dims, dtype=leaf.dtype) for leaf in shape.tensors if leaf.way != DEVICE_LANE]
+        works: list[Any] = []
+        for leaf, tensor in zip((leaf for leaf in shape.tensors if leaf.way != DEVICE_LANE), tensors, strict=True):
             # Posted at once, in the order of the headers: a lane pairs sends and receives by their order alone.
-            if leaf.way != FRAME:
-                works[leaf.way].append(self._lanes.receive(self.rank, tensor))
+            if leaf.way == CPU_LANE:
+                works.append(self._ways.cpu_lane.receive(self.rank, tensor))
             elif tensor.numel() and file.readinto(memory_of(tensor)) < tensor.nbytes:
                 raise EOFError
-        return ReceivedFrame(header, plain, shape, tensors, works[CPU_LANE], works[DEVICE_LANE])
+        arrival = None
+        if of_device := [leaf for leaf in shape.tensors if leaf.way == DEVICE_LANE]:
+            if self._ways.device_lane is None:
+                raise ValueError("a tensor for the GPU of a rank that has none")
+            arrival = self._ways.device_lane.expect(self.rank, of_device)
+        return ReceivedFrame(header, plain, shape, tensors, works, arrival)
 
     def deliver(self, frame: ReceivedFrame, put: Callable[[], None]) -> None:
         """Call `put` when the tensors of a frame are here; for the last frame, those of all frames before it."""
@@ -300,7 +316,7 @@ class Connection:
 
     def forget_socket(self) -> None:
         # The descriptor alone, because a shutdown in a child would end the connection of its parent.
-        _inherited.append(self._lanes)
+        _inherited.append(self._ways.cpu_lane)
         os.close(self._socket.detach())
 
 

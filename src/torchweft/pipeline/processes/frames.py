@@ -191,8 +191,9 @@ def memory_of(tensor: torch.Tensor) -> Any:
     return (c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
-def join_value(shape: Shape, plain: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """The inverse of `split_value`; the tensors become leaves with the sender's `requires_grad`."""
+def join_value(shape: Shape, plain: Sequence[Any], tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
+    """The inverse of `split_value`. The tensors become leaves with the sender's `requires_grad`. Those that were on an
+    accelerator at the sender get to `device`."""
     left, arrived = iter(plain), iter(tensors)
     leaves: list[Any] = []
     for leaf in shape.leaves:
@@ -205,7 +206,7 @@ def join_value(shape: Shape, plain: Sequence[Any], tensors: Sequence[torch.Tenso
             leaves.append(item)
         else:
             tensor = next(arrived)
-            if leaf.on_device and tensor.device.type == "cpu" and torch.cuda.is_available():
-                tensor = tensor.cuda()  # unmeasured: staged through the CPU, as gloo needs it
+            if leaf.on_device and tensor.is_cpu:
+                tensor = tensor.to(device)  # it went through the CPU, as gloo needs it
             leaves.append(tensor.requires_grad_() if leaf.requires_grad else tensor)
     return leaves if shape.structure is _LIST_OF_ONE else unflatten(shape.structure, leaves)

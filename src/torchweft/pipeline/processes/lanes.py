@@ -10,7 +10,6 @@ needs two GPUs and is unmeasured.
 """
 
 import threading
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -37,29 +36,39 @@ def timeout_of(group: ProcessGroup) -> float:
     return backend.options._timeout.total_seconds()
 
 
-class Lanes:
-    """Send and receive works of one rank. Posting is asynchronous; a lane keeps the order in which it was asked."""
+def has_nccl(group: ProcessGroup) -> bool:
+    return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
-    def __init__(self, group: ProcessGroup, store: Store, address: str, timeout: float) -> None:
-        self.rank = group.rank()
-        # A timeout of gloo closes its connections, so walks must time out before.
-        limit = timedelta(seconds=2 * timeout)
-        self._cpu: list[Any] = []
-        self._device: list[Any] = []
-        self.device: torch.device | None = None
+
+class Lane:
+    """Send and receive works of one rank, by one kind of backend. Posting is asynchronous, and keeps its order."""
+
+    def __init__(self, rank: int, backends: list[Any]) -> None:
+        self.rank, self._backends = rank, backends
         self._locks = threading.Lock(), threading.Lock()
+
+    @classmethod
+    def of_gloo(cls, group: ProcessGroup, store: Store, address: str, timeout: float) -> "Lane":
+        gloo: Any = dist.ProcessGroupGloo
+        backends: list[Any] = []
         for name in ("up", "down"):
-            gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
-            options._devices, options._timeout = [gloo.create_device(hostname=address)], limit
-            self._cpu.append(gloo(PrefixStore(f"gloo/{name}", store), self.rank, group.size(), options))
-        if "cuda:nccl" in dist.get_backend_config(group).split(","):
-            self.device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
-            for name in ("up", "down"):
-                nccl: Any = dist.ProcessGroupNCCL
-                options = nccl.Options()
-                options._timeout = limit
-                self._device.append(nccl(PrefixStore(f"nccl/{name}", store), self.rank, group.size(), options))
+            # A timeout of gloo closes its connections, so walks must time out before.
+            options._devices, options._timeout = [gloo.create_device(hostname=address)], timedelta(seconds=2 * timeout)
+            backends.append(gloo(PrefixStore(f"gloo/{name}", store), group.rank(), group.size(), options))
+        return cls(group.rank(), backends)
+
+    @classmethod
+    def of_nccl(cls, group: ProcessGroup, store: Store, timeout: float) -> "Lane":
+        nccl: Any = dist.ProcessGroupNCCL
+        backends: list[Any] = []
+        for name in ("up", "down"):
+            options = nccl.Options()
+            # The watchdog of NCCL counts from the post, and ends the process. `DeviceLane` counts from the last
+            # progress, and must be the first to act.
+            options._timeout = timedelta(seconds=3 * timeout)
+            backends.append(nccl(PrefixStore(f"nccl/{name}", store), group.rank(), group.size(), options))
+        return cls(group.rank(), backends)
 
     def send(self, rank: int, tensor: torch.Tensor) -> Any:
         return self._post("send", tensor, rank, rank > self.rank)
@@ -68,17 +77,15 @@ class Lanes:
         return self._post("recv", tensor, rank, self.rank > rank)
 
     def _post(self, action: str, tensor: torch.Tensor, rank: int, up: bool) -> Any:
-        lanes, lane = self._cpu if tensor.device.type == "cpu" else self._device, int(not up)
-        here = nullcontext() if tensor.device.type == "cpu" else torch.cuda.device(tensor.device)
-        # A lock per lane: the order of posts is the only thing that pairs a send with its receive. As bytes, because
-        # gloo and NCCL do not know every dtype.
-        with self._locks[lane], here:
-            return getattr(lanes[lane], action)([tensor.view(-1).view(torch.uint8)], rank, 0)
+        lane = int(not up)
+        # A lock per direction: the order of posts is the only thing that pairs a send with its receive. As bytes,
+        # because gloo and NCCL do not know every dtype.
+        with self._locks[lane]:
+            return getattr(self._backends[lane], action)([tensor.view(-1).view(torch.uint8)], rank, 0)
 
     def abort(self) -> None:
-        # NCCL never hears of a dead rank. Its kernels would wait for it on the GPU.
-        for backend in self._device:
+        for backend in self._backends:
             backend.abort()
 
     def close(self) -> None:
-        self._cpu, self._device = [], []
+        self._backends = []

@@ -21,11 +21,13 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from torchweft.core import errors
 from torchweft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError, WeftError
-from torchweft.pipeline.processes.connection import Connection, Handle, ReceivedFrame
+from torchweft.pipeline.processes.connection import Connection, Handle, ReceivedFrame, Ways
+from torchweft.pipeline.processes.device_lane import DeviceLane, DeviceStreams
 from torchweft.pipeline.processes.frames import (
     BYE,
     DATA,
@@ -37,11 +39,13 @@ from torchweft.pipeline.processes.frames import (
     encode_plain,
     split_value,
 )
-from torchweft.pipeline.processes.lanes import Lanes, store_of, timeout_of
+from torchweft.pipeline.processes.lanes import Lane, has_nccl, store_of, timeout_of
 from torchweft.pipeline.processes.membership import RankProcess, Rendezvous
 
 _ANSWER_SECONDS, _CLOSE_SECONDS = 1.5, 2.0
+_CPU = torch.device("cpu")
 _LONGEST_REPORT = 32_000  # characters of a traceback
+BACKWARD = "the backward"  # the start of the name of a walk back
 Address = tuple[int, int, int]
 Failure = tuple[type[WeftError], str]
 # Errors that every rank raises as such, so that `except UsageError` works on all of them.
@@ -150,9 +154,10 @@ class WalkTable:
 
 class Links:
     """The connections of this rank to all others of `group`. Making them is collective. After `timeout` seconds without
-    progress a rank looks for one that hangs. Default: the timeout of the group."""
+    progress a rank looks for one that hangs. Default: the timeout of the group. The stages of this rank are on
+    `device`."""
 
-    def __init__(self, group: ProcessGroup, timeout: float | None = None) -> None:
+    def __init__(self, group: ProcessGroup, timeout: float | None = None, device: torch.device = _CPU) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.timeout = timeout_of(group) if timeout is None else timeout
         deadline = time.monotonic() + self.timeout
@@ -160,15 +165,19 @@ class Links:
         members, sockets, address = rendezvous.connect()
         self._members: list[RankProcess] = members
         # The sockets come first: the lanes connect through a backend that cannot name a rank which is missing.
-        lanes = self._lanes = Lanes(group, rendezvous.store, address, self.timeout)
-        self._connections = {rank: Connection(rank, socket, lanes) for rank, socket in sorted(sockets.items())}
+        cpu_lane = Lane.of_gloo(group, rendezvous.store, address, self.timeout)
+        device_lane = _device_lane(group, rendezvous, device, self.timeout)
+        ways = self.ways = Ways(cpu_lane, device_lane, device)
+        self._connections = {rank: Connection(rank, socket, ways) for rank, socket in sorted(sockets.items())}
         self.walks = WalkTable()
         self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._bytes: Counter[tuple[int, int]] = Counter()
         self._process = os.getpid()
-        self._finalizer = weakref.finalize(self, _part, list(self._connections.values()), lanes, self._process)
-        # Reader threads must not keep the links alive, or a dropped pipe would never part from its peers.
+        self._finalizer = weakref.finalize(self, _part, list(self._connections.values()), ways, self._process)
+        # Threads must not keep the links alive, or a dropped pipe would never part from its peers.
         handle = _handler(weakref.ref(self))
+        if device_lane is not None:
+            device_lane.start(list(self._connections), _stuck_handler(weakref.ref(self)))
         for connection in self._connections.values():
             connection.start(handle)
 
@@ -195,9 +204,11 @@ class Links:
             counts.setdefault(str(rank), {})[str(route)] = count
         return counts
 
-    def send_value(self, number: int, rank: int, address: Address, value: Any, greeting: str | None) -> None:
+    def send_value(
+        self, number: int, rank: int, address: Address, value: Any, greeting: str | None, *, through_cpu: bool = False
+    ) -> None:
         """Send the value of a walk; `greeting` tells which walk it is, in the first message to a rank."""
-        shape, plain, tensors = split_value(value, device_lane=self._lanes.device is not None)
+        shape, plain, tensors = split_value(value, device_lane=not through_cpu and self.ways.device_lane is not None)
         # Most messages are tensors alone; nothing is encoded for them.
         text = encode_plain([greeting, *plain]) if plain or greeting else b""
         try:
@@ -222,21 +233,50 @@ class Links:
                 text = f"{self.name_of(source)} has closed its connections: its script ended, or it dropped the Pipe"
             else:
                 text = self._find_culprit(inbox.walks[self.rank], source)
-            # Only the first failure is sent. Otherwise ranks would answer each other failures without end.
-            if inbox.fail(RankLostError, text):
-                self.broadcast(FAILED, number, [RankLostError.__name__, text])
-            inbox.check()
+            self._fail_walk(number, inbox, text)
         finally:
             inbox.wait_for(None)
 
-    def check_sent(self, number: int) -> None:
-        """Raise if a tensor of a walk was written to while it was sent, so that other values may have arrived."""
-        connections = self._connections.items()
-        if changed := [rank for rank, other in connections if other.find_change(number, self.timeout)]:
+    def check_sent(self, number: int, inbox: WalkInbox) -> None:
+        """Raise if a tensor of a walk was written to while it was sent, so that other values may have arrived. Waits
+        for those that leave from the CPU. A rank that does not take them makes the walk fail, on all ranks."""
+        changed: int | None = None
+        if self.ways.device_lane is not None:
+            try:
+                changed = self.ways.device_lane.end_walk(number)
+            except RuntimeError:  # as in `Walk.receive`
+                inbox.check()
+                raise
+        deadline = time.monotonic() + self.timeout
+        for rank, connection in self._connections.items():
+            found = connection.find_change(number, max(0.0, deadline - time.monotonic()))
+            if found is None:
+                self._fail_walk(number, inbox, self._late_text(rank))
+            elif found:
+                changed = rank
+        if changed is not None:
             raise InPlaceError(
-                f"a tensor was written to in place while it was sent to {self.name_of(changed[0])}; use the "
+                f"a tensor was written to in place while it was sent to {self.name_of(changed)}; use the "
                 "out-of-place form of the operation, or let it write into a clone"
             )
+
+    def _fail_walk(self, number: int, inbox: WalkInbox, text: str) -> None:
+        # Only the first failure is sent. Otherwise ranks would answer each other failures without end.
+        if inbox.fail(RankLostError, text):
+            self.broadcast(FAILED, number, [RankLostError.__name__, text])
+        inbox.check()
+
+    def _late_text(self, rank: int) -> str:
+        return (
+            f"{self.name_of(rank)} has not taken the tensors that {self.name_of(self.rank)} sent to it for "
+            f"{self.timeout:g} s: its process, its GPU or the network between the two hangs, or the tensors need more "
+            "time. Give the group a longer timeout, or start the ranks again, from the last checkpoint"
+        )
+
+    def lose_stuck(self, rank: int) -> None:
+        """Handle a rank with which no transfer has ended for too long, in the thread that watches them."""
+        self.walks.lose(rank, self._late_text(rank))
+        self._abort_transfers()
 
     def _find_culprit(self, what: str | None, source: int) -> str:
         """Ask all ranks for their state; return which of them keeps the others waiting, in words."""
@@ -271,8 +311,12 @@ class Links:
 
     def _name_walk(self, number: int, inbox: WalkInbox, rank: int, what: str) -> None:
         if not inbox.name_walk(rank, what):
-            names = ", ".join(f"{self.name_of(rank)} in {what}" for rank, what in sorted(inbox.walks.items()))
+            walks = sorted(inbox.walks.copy().items())  # a copy, because other readers add to it
+            names = ", ".join(f"{self.name_of(rank)} in {what}" for rank, what in walks)
             text = f"the ranks are in different walks: {names}; call the Pipe in the same way on all ranks"
+            missed = [self.name_of(rank) for rank, what in walks if not what.startswith(BACKWARD)]
+            if 0 < len(missed) < len(walks):
+                text = f"{' and '.join(missed)} did not call backward() where other ranks did; {text}"
             if inbox.fail(RankFailedError, text):
                 self.broadcast(FAILED, number, [RankFailedError.__name__, text])
 
@@ -306,8 +350,36 @@ class Links:
     def _lose(self, rank: int, reason: str) -> None:
         text = f"{self.name_of(rank)} is gone: {reason}. Start the ranks again, from the last checkpoint"
         self.walks.lose(rank, text)
+        self._abort_transfers()
+
+    def _abort_transfers(self) -> None:
         # The host does not notice the end of a rank in a receive of NCCL, so a stream would wait for ever.
-        self._lanes.abort()
+        if self.ways.device_lane is not None:
+            self.ways.device_lane.abort()
+
+
+def _device_lane(
+    group: ProcessGroup, rendezvous: Rendezvous, device: torch.device, timeout: float
+) -> DeviceLane | None:
+    # Only if all ranks have one, because a transfer has two ends.
+    if not (has_nccl(group) and all(rendezvous.exchange("device", device.type == "cuda"))):
+        return None
+    return DeviceLane(Lane.of_nccl(group, rendezvous.store, timeout), DeviceStreams(device), timeout)
+
+
+def _text_of(error: BaseException) -> str:
+    # The other ranks must be told even if a method of the error raises. They would wait until the timeout.
+    try:
+        return str(error)[:_LONGEST_REPORT]
+    except Exception as failure:
+        return f"(its text cannot be shown: __str__ raised {type(failure).__name__})"
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
+    except Exception:
+        return "".join(traceback.format_tb(error.__traceback__))[-_LONGEST_REPORT:]
 
 
 def _in(what: str | None) -> str:
@@ -325,7 +397,15 @@ def _handler(links: "weakref.ref[Links]") -> Handle:
     return handle
 
 
-def _part(connections: Sequence[Connection], lanes: Lanes, process: int) -> None:
+def _stuck_handler(links: "weakref.ref[Links]") -> Callable[[int], None]:
+    def stuck(rank: int) -> None:
+        if (alive := links()) is not None:
+            alive.lose_stuck(rank)
+
+    return stuck
+
+
+def _part(connections: Sequence[Connection], ways: Ways, process: int) -> None:
     # The finalizer also runs at the end of a forked child, which must not end the connections of its parent.
     if os.getpid() != process:
         return
@@ -337,7 +417,9 @@ def _part(connections: Sequence[Connection], lanes: Lanes, process: int) -> None
         connection.outgoing.finish()
     for connection in connections:
         connection.close(deadline)
-    lanes.close()
+    ways.cpu_lane.close()
+    if ways.device_lane is not None:
+        ways.device_lane.close()
 
 
 class Walk:
@@ -347,22 +429,29 @@ class Walk:
         self._links, self._number, self._what, self._inbox = links, number, what, inbox
         self._greeted: set[int] = set()
 
-    def send(self, rank: int, address: Address, value: Any) -> None:
+    def send(self, rank: int, address: Address, value: Any, *, through_cpu: bool = False) -> None:
+        """Send a value to its reader. Rare values go `through_cpu`, because each pair of GPUs that exchanges a tensor
+        takes time and memory for a communicator of its own."""
         self._inbox.check()
         greeting = None if rank in self._greeted else self._what
-        self._links.send_value(self._number, rank, address, value, greeting)
+        self._links.send_value(self._number, rank, address, value, greeting, through_cpu=through_cpu)
         self._greeted.add(rank)
 
     def receive(self, address: Address, source: int) -> Any:
         frame, plain = self._links.receive(self._number, self._inbox, address, source)
-        return frame.value(plain)
+        try:
+            return frame.value(plain, self._links.ways)
+        except RuntimeError:
+            # A transfer that was aborted raises an error of its backend. The reason is the rank that was lost.
+            self._inbox.check()
+            raise
 
     def agree(self, report: Any) -> list[Any]:
         """End the walk well: the plain reports of all ranks, by rank. Raises if the walk failed on any of them."""
         self._inbox.check()
         links = self._links
         # Before DONE is sent, because the peers may use the values as soon as they have it.
-        links.check_sent(self._number)
+        links.check_sent(self._number, self._inbox)
         links.broadcast(DONE, self._number, [self._what, report])
         reports: list[Any] = [json.loads(encode_plain(report))] * links.size  # as the others see it
         for rank in range(links.size):
@@ -380,10 +469,9 @@ class Walk:
             # A peer can see this rank leave before it notices the loss itself, and would then blame this rank.
             links.broadcast(FAILED, self._number, [RankLostError.__name__, known[1]])
         if kind in _SHARED_ERRORS:
-            text = f"{error}\n(raised on {name})"
+            text = f"{_text_of(error)}\n(raised on {name})"
         else:
-            lines = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
-            text = f"{name} raised {kind}: {str(error)[:_LONGEST_REPORT]}\n\n{lines}"
+            text = f"{name} raised {kind}: {_text_of(error)}\n\n{_traceback_of(error)}"
         if self._inbox.fail(RankFailedError, text):
             links.broadcast(FAILED, self._number, [kind, text])
         self.close()
@@ -394,3 +482,5 @@ class Walk:
 
     def close(self) -> None:
         self._links.walks.close(self._number)
+        if (lane := self._links.ways.device_lane) is not None:
+            lane.drop_walk(self._number)

@@ -8,6 +8,7 @@ of autograd returns, so that the parameter gets one gradient per step, as in a s
     owner        sum <--gradient-- borrower            once per backward, before its commit
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -24,13 +25,14 @@ _LENT, _RETURNED = -3, -4  # routes of addresses; those of values are numbered f
 
 
 class Loan(NamedTuple):
-    """One parameter that one rank lends to another. `slot` is set on the owner."""
+    """One parameter that one rank lends to another, by its name at its first user. `slot` is set on the owner."""
 
     number: int
     owner: int
     borrower: int
     slot: Slot | None
     trainable: bool
+    name: str
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -44,6 +46,9 @@ class Loans:
 
     def __init__(self, loans: Sequence[Loan], slots: Mapping[int, Sequence[tuple[int, Slot]]], rank: int) -> None:
         self._loans, self.slots, self._rank = loans, slots, rank
+        # Compared at every step. A copy is found by its number, so other numbers would give a stage another parameter.
+        facts = [(loan.number, loan.owner, loan.borrower, loan.trainable, loan.name) for loan in loans]
+        self.digest = f"{len(facts)} ({hashlib.sha256(repr(facts).encode()).hexdigest()[:12]})"
 
     @property
     def lent_parameters(self) -> list[nn.Parameter]:

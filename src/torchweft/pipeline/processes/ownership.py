@@ -8,6 +8,7 @@ For each hidden tensor there is a placeholder with its shape, dtype and ties.
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from torch import Tensor, nn
@@ -73,13 +74,26 @@ class HiddenTensors:
             table[key] = buffer
 
     @contextmanager
-    def placeholders(self) -> Generator[None]:
-        for (table, key), placeholder in self._slots.values():
-            table[key] = placeholder
+    def placeholders(self, tensors: Mapping[int, Tensor] = MappingProxyType({})) -> Generator[None]:
+        """Inside, the slots have their placeholders, or the tensors that are given for these, by their id()."""
+        self._show(tensors)
         try:
             yield
         finally:
             self._hide()
+
+    @contextmanager
+    def hidden(self) -> Generator[None]:
+        """Inside of `placeholders`: a context in which the slots hold None."""
+        self._hide()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _show(self, tensors: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+        for (table, key), placeholder in self._slots.values():
+            table[key] = tensors.get(id(placeholder), placeholder)
 
 
 def placeholder_of(tensor: Tensor) -> Tensor:
@@ -105,7 +119,7 @@ def plan_loans(
         if number == len(loans):
             # The slot and not the parameter, because materialize() replaces parameters by new objects.
             lent = model_slots[id(use.tensor)] if owner == rank else None
-            loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad))
+            loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad, use.name))
         if borrower == rank:
             slots.setdefault(use.stage, []).append((number, use.slot))
     return Loans(loans, slots, rank)

@@ -20,6 +20,8 @@ from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
 from torchweft.pipeline.config import BatchDims, Layers, layers_of, places_of
 from torchweft.pipeline.pipe_runtime import PipeRuntime, on_meta
 from torchweft.pipeline.pipeline_plan import build_stages
+from torchweft.pipeline.processes import hugging_face
+from torchweft.pipeline.processes.gathering import GATHERED, receive_tensors, reject_sharded, send_tensors
 from torchweft.pipeline.processes.links import Links, Walk
 from torchweft.pipeline.processes.loans import BorrowingStage, Loans
 from torchweft.pipeline.processes.ownership import (
@@ -32,8 +34,10 @@ from torchweft.pipeline.processes.ownership import (
 )
 from torchweft.pipeline.processes.process_runtime import Placement, ProcessRuntime
 from torchweft.pipeline.processes.rank_executor import Channel
+from torchweft.pipeline.processes.transfer_order import check_transfers
 from torchweft.pipeline.schedule import build
 from torchweft.pipeline.sequential import Cuts, FixedSettings, LayoutArguments, PipeLayout, PipeSettings
+from torchweft.pipeline.weights import names_by_tensor, typed_like
 
 
 class GroupHandle:
@@ -68,6 +72,8 @@ class GroupLayout(PipeLayout):
     _fixed_cuts: list[Any]  # its value when the pipe was made
     _stage_ranks: tuple[int, ...]  # the rank of each stage, since then
     _hidden: HiddenTensors
+    _checks_batches: bool
+    _device: torch.device  # of the stages of this rank
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,13 +91,16 @@ class GroupLayout(PipeLayout):
             "loss_scale is of a torch.amp.GradScaler, which would skip a step and change its scale on one rank only; "
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=group)",
         )
+        check.boolean("check_batches", given.check_batches)
         if group is None:
             return Cuts(0, [], [])
+        self._checks_batches = given.check_batches
         self._handle = GroupHandle(group)
         stages = check.call(_stages_of, group, given) or group.size()
         device = check.call(_device_of, group, given, stages)
         if device is None:
             return Cuts(0, [], [])
+        self._device = device
         return super().resolve(check, module, dims, given._replace(devices=[device] * stages))
 
     @property
@@ -122,11 +131,12 @@ class GroupLayout(PipeLayout):
                 f"the schedule has {len(table.workers)} workers for {stages} stages, but the group has "
                 f"{size} ranks, one per worker; change balance= or schedule="
             )
+        check_transfers(table)
         return table.worker_of
 
     def _connect(self) -> Channel:
         if self._channel is None:
-            self._channel = Channel(Links(self.group))
+            self._channel = Channel(Links(self.group, device=self._device))
         return self._channel
 
     @contextmanager
@@ -152,7 +162,7 @@ class GroupLayout(PipeLayout):
         loans = self._planned_loans(settings)
         for number, slots in loans.slots.items():
             cast(BorrowingStage, stages[number]).set_slots(slots)
-        placement = Placement(self._connect(), self._stage_ranks, loans, settings.output == "all")
+        placement = Placement(self._connect(), self._stage_ranks, loans, settings.output == "all", self._checks_batches)
         options = settings.checkpoint, "serial", *self._fixed.of_runtime
         return ProcessRuntime(placement, stages, crossing, *options, allows_external_loss=allows_external_loss)
 
@@ -168,6 +178,42 @@ class GroupLayout(PipeLayout):
 
     def with_placeholders(self) -> AbstractContextManager[None]:
         return self._hidden.placeholders()
+
+    def gather(self, occasion: str, value: Any) -> list[Any]:
+        """On the first rank the values of all ranks, elsewhere that of this rank. All ranks call this together."""
+        rank, values = self.group.rank(), [value]
+        with self._in_walk(occasion) as walk:
+            if rank > 0:
+                walk.send(0, (GATHERED, rank, 0), value)
+            else:
+                values += [walk.receive((GATHERED, other, 0), other) for other in range(1, self.group.size())]
+            walk.agree(None)
+        return values
+
+    @contextmanager
+    def whole_model(self, module: nn.Module, occasion: str) -> Generator[bool]:
+        """Inside, the first rank has the tensors of all ranks, and its `state_dict()` is that of the whole model. Gives
+        whether this rank is the first. All ranks enter together, and leave together or raise together."""
+        with self._in_walk(occasion) as walk:
+            reject_sharded(module)
+            if self.group.rank() > 0:
+                send_tensors(walk, module, self.group.rank())
+                yield False
+            else:
+                found = receive_tensors(walk, self.group.size())
+                with self.with_placeholders():
+                    places = names_by_tensor(module)
+                filled = {
+                    key: typed_like(place, found[names[0]])
+                    for key, (place, names) in places.items()
+                    if names[0] in found
+                }
+                with self._hidden.placeholders(filled):
+                    yield True
+            walk.agree(None)
+
+    def introduce(self, pipe: nn.Module) -> None:
+        hugging_face.connect(pipe)
 
     def compare_settings(self, settings: PipeSettings, layers: Layers, state: Any, *, compare: bool) -> None:
         # Compared when a setting has changed, not at every step. If it changed on one rank only, the others are in
@@ -199,6 +245,7 @@ class GroupLayout(PipeLayout):
             "loss": None if fixed.loss is None else getattr(fixed.loss, "__name__", type(fixed.loss).__name__),
             "loss_reduction": fixed.reduction,
             "output": settings.output,
+            "check_batches": self._checks_batches,
             "axes": repr((fixed.dims.arguments, fixed.dims.outputs)),
             **{
                 f"layer {name!r}": f"{type(layer).__name__} with {sum(1 for _ in layer.modules())} modules"

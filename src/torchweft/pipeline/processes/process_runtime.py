@@ -11,20 +11,27 @@ comparison, a rank that calls the pipe in another way would wait for messages th
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchweft.core.autograd import apply_as_node
 from torchweft.core.context import ExecutionContext
 from torchweft.core.errors import UsageError, join_faults
 from torchweft.core.rng import draw_seed, generators_of
 from torchweft.core.segment import Gradients
+from torchweft.core.timing import LateNumber
 from torchweft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
 from torchweft.pipeline.pipe_runtime import PipeCall, PipeRuntime
 from torchweft.pipeline.pipeline_plan import PipelinePlan
+from torchweft.pipeline.processes.given_batch import (
+    CheckTurns,
+    GivenBatch,
+    describe_modes,
+    list_entries,
+    share_entries,
+)
 from torchweft.pipeline.processes.loans import BorrowingStage, Loans
 from torchweft.pipeline.processes.rank_executor import Channel, ProcessExecutor, ResultRoute
 from torchweft.pipeline.stage import ModuleScan, Stage
@@ -34,12 +41,14 @@ _TERMS = (-2, 0, 0)
 
 
 class Placement(NamedTuple):
-    """The channel of this rank, the rank of each stage, the loans, and whether all ranks get the output."""
+    """The channel of this rank, the rank of each stage, the loans, whether all ranks get the output, and whether they
+    compare their mini-batches."""
 
     channel: Channel
     workers: Sequence[int]
     loans: Loans
     shares_output: bool
+    checks_batches: bool
 
     @property
     def rank(self) -> int:
@@ -69,24 +78,34 @@ class ProcessRuntime(PipeRuntime):
         self._sources = generators_of({stage.device for stage in self._local_stages})
         # Without an input that requires a gradient, a rank without parameters would have no node, and no backward.
         self._anchor = torch.zeros((), requires_grad=True)
-        # Ranks count alike, so that a walk has one name on all of them.
-        self._steps = count(1)
-        self._rank_plans: dict[bool, PipelinePlan] = {}  # by whether the loss is inside; all are serial
+        self._turns = CheckTurns(enabled=placement.checks_batches)
+        loss = [self._loss.function] if self._loss is not None and isinstance(self._loss.function, nn.Module) else []
+        self._modules = [*(layer for stage in stages for _, layer in stage.layers), *loss]
+        # Steps with a forward that all ranks completed. They count alike, so that a walk has one name on all of them.
+        self._steps = 0
+        self._late_seed = LateNumber()
+        self._rank_plans: dict[tuple[bool, bool], PipelinePlan] = {}  # by loss inside and shared results; all serial
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
-        if with_loss not in self._rank_plans:
+        return self._rank_plan(layout, with_loss, shared=with_loss or self._placement.shares_output)
+
+    def _rank_plan(self, layout: str, with_loss: bool, *, shared: bool) -> PipelinePlan:
+        if (with_loss, shared) not in self._rank_plans:
             plan, placement = super().plan(layout, with_loss), self._placement
-            points = plan.entry_points
-            route = ResultRoute(points.result, points.source, shared=with_loss or placement.shares_output)
+            route = ResultRoute(plan.entry_points.result, plan.entry_points.source, shared=shared)
             executor = ProcessExecutor(placement.channel, plan.wiring, route, placement.loans)
-            self._rank_plans[with_loss] = replace(plan, executor=executor)
-        return self._rank_plans[with_loss]
+            self._rank_plans[with_loss, shared] = replace(plan, executor=executor)
+        return self._rank_plans[with_loss, shared]
+
+    def _is_shared(self, call: PipeCall) -> bool:
+        """Whether all ranks get what the stages return. Values that enter a tail stay where the tail runs."""
+        return bool(call.targets) or (self._placement.shares_output and call.joined_axes is None)
 
     def serve(self, call: PipeCall, *, training: bool) -> Any:
         """One step, on all ranks together. Raises the errors of `PipeRuntime.serve`, UsageError for calls that differ
         between ranks, and RankFailedError or RankLostError for events on other ranks."""
-        plan = self.plan("serial", bool(call.targets))
-        name = f" of step {next(self._steps)}"
+        plan = self._rank_plan("serial", bool(call.targets), shared=self._is_shared(call))
+        name = f" of step {self._steps + 1}"
         plan.executor.open(f"the forward{name}")
         # From here on a fault must reach the other ranks, because they wait for messages of this walk.
         try:
@@ -106,8 +125,11 @@ class ProcessRuntime(PipeRuntime):
             raise
         # Without a gradient on any rank there is no node. The terms make all ranks take the same of the two ways.
         if not step.tracked:
-            return step.output.fill(cut.forward()[0])
+            output = cut.forward()[0]
+            self._steps += 1
+            return step.output.fill(output)
         results = apply_as_node(cut, cut.tensors)
+        self._steps += 1
         self.plans.end_step(plan)
         return step.output.fill(results)
 
@@ -130,12 +152,17 @@ class ProcessRuntime(PipeRuntime):
             "gradients are on": torch.is_grad_enabled(),
             "there is a target": bool(call.targets),
             "pipe.batch_tag": call.batch_tag,
+            "the parameters that ranks lend to each other": placement.loans.digest,
+            "modules in training mode": describe_modes(self._modules),
         }
+        batch = GivenBatch(call.given, call.targets)
         terms: dict[str, Any]
         if self._has_first:
             mini_batch = MiniBatch(parts, call.chunks, call.axis)
-            loss_seed = float(call.scale.seed()) if call.targets else None
+            loss_seed = self._loss_seed(call.scale.seed()) if call.targets else None
+            is_due = placement.channel.links.size > 1 and self._turns.is_due(sum(mini_batch.rows))
             terms = {"rows": list(mini_batch.rows), "seed": drawn.seed, "loss_seed": loss_seed, "equal": equal}
+            terms |= {"entries": list_entries(batch), "checksums": batch.checksums() if is_due else {}}
             for rank in range(placement.channel.links.size):
                 if rank != placement.rank:
                     walk.send(rank, _TERMS, terms)
@@ -143,14 +170,25 @@ class ProcessRuntime(PipeRuntime):
             terms = walk.receive(_TERMS, placement.workers[0])
             # Before the mini-batch is cut: the fault is then named, and not an effect of it.
             self._compare_calls(terms["equal"], equal)
+            if terms["checksums"]:
+                links = placement.channel.links
+                batch.compare(terms["checksums"], links.name_of(placement.workers[0]), links.name_of(links.rank))
             mini_batch = MiniBatch(parts, call.chunks, call.axis, terms["rows"])
+        owners = placement.workers[0], placement.workers[-1]
+        entries = share_entries(terms["entries"], batch, owners, placement.rank)
         return mini_batch, Agreement(
             name=name,
             anchors=[self._anchor],
             rng=drawn._replace(seed=terms["seed"]),
             loss_seed=terms["loss_seed"],
             borrowed=placement.loans.exchange_copies(walk),
+            entries=entries,
+            entry_tensors=list(entries.tensors.values()),
         )
+
+    def _loss_seed(self, newest: Tensor) -> float:
+        # On a GPU the seed of a step before, because this rank would otherwise wait for the last step to end.
+        return newest.item() if newest.is_cpu else self._late_seed.exchange(newest) or 1.0
 
     def _compare_calls(self, first: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         links = self._placement.channel.links
@@ -162,6 +200,6 @@ class ProcessRuntime(PipeRuntime):
             raise UsageError(join_faults("all ranks must call the Pipe alike, with the same batch; but:", faults))
 
     def _output(self, call: PipeCall, mini_batch: MiniBatch) -> JoinedOutput:
-        if not (call.targets or self._placement.shares_output or self._has_last):
+        if not (self._is_shared(call) or self._has_last):
             return RemoteOutput()
         return super()._output(call, mini_batch)

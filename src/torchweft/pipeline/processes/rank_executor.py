@@ -8,17 +8,25 @@ a rank is a valid order for its own stages, so a value of an own stage is always
 walk together: all of them return, or all of them raise.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from torchweft.core.context import ExecutionContext
+from torchweft.core.pytree import flatten
+from torchweft.core.timing import LateNumber
 from torchweft.pipeline.executor import LocalQueue, Outboxes, Perform, Report, SerialExecutor, working
+from torchweft.pipeline.processes.given_batch import EntryGradients
 from torchweft.pipeline.processes.links import Links, Walk
 from torchweft.pipeline.processes.loans import Loans
 from torchweft.pipeline.routing import OUTSIDE, Address, Given, Message, Wiring
 from torchweft.pipeline.schedule import Schedule
+
+_ENTRY = -7  # a route of addresses; those of values are numbered from 0
+_LARGE_RESULTS = 16 << 20  # bytes of results that a step sends to all ranks together
 
 
 class Channel:
@@ -53,6 +61,8 @@ class ProcessExecutor(SerialExecutor):
 
     def __init__(self, channel: Channel, wiring: Wiring, results: ResultRoute, loans: Loans) -> None:
         self._channel, self._wiring, self._results, self._loans = channel, wiring, results, loans
+        self._late = LateNumber()
+        self._warned = False
 
     @property
     def alone(self) -> bool:
@@ -97,18 +107,52 @@ class ProcessExecutor(SerialExecutor):
                 left.update(dict.fromkeys(addresses, Message(None)))
         elif rank == owner:
             # One message for all micro-batches: the ranks wait for the last one anyway.
-            results = [left[address].value for address in addresses]
+            results = _stack_numbers([left[address].value for address in addresses])
+            self._warn_of_size(results)
             for other in range(self._channel.links.size):
                 if other != rank:
                     walk.send(other, addresses[0], results)
         else:
-            received: Sequence[Any] = walk.receive(addresses[0], owner)
+            received = _unstack_numbers(walk.receive(addresses[0], owner))
             left.update({address: Message(value) for address, value in zip(addresses, received, strict=True)})
+
+    def _warn_of_size(self, results: Any) -> None:
+        others = self._channel.links.size - 1
+        sent = others * sum(x.nbytes for x in flatten(results)[0] if isinstance(x, Tensor))
+        if sent > _LARGE_RESULTS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"each step sends {sent / 2**20:,.0f} MiB of output from the last stage to {others} other "
+                f"rank{'s' * (others > 1)}; output='last' leaves it on the last rank, and with loss= only the loss is "
+                "sent",
+                stacklevel=2,
+            )
 
     def exchange_gradients(
         self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
     ) -> dict[int, dict[int, Tensor]]:
         return self._loans.return_gradients(self._channel.walk, borrowed, by_worker)
+
+    def share_entry_gradients(self, entries: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `SerialExecutor.share_entry_gradients`, for `EntryGradients`."""
+        shared: EntryGradients = entries
+        walk, rank = self._channel.walk, self._channel.links.rank
+        own, arrived = dict(zip(shared.own, gradients, strict=True)), dict[str, Tensor | None]()
+        parts = [(part, owner, names) for part, (owner, names) in enumerate(shared.parts) if names]
+        for part, owner, names in parts:
+            for other in range(self._channel.links.size) if owner == rank else ():
+                if other != rank:
+                    walk.send(other, (_ENTRY, part, 0), [own[name] for name in names])
+        for part, owner, names in parts:
+            if owner != rank:
+                arrived.update(zip(names, walk.receive((_ENTRY, part, 0), owner), strict=True))
+        return [arrived[name] for name in shared.tensors]
+
+    def number_to_report(self, number: Tensor) -> float | None:
+        """See `SerialExecutor.number_to_report`."""
+        # Late on all ranks or on none, or they would compare numbers of different steps.
+        late = self._channel.links.ways.device_lane is not None
+        return self._late.exchange(number) if late else number.item()
 
     def commit(self, report: Report) -> list[Report]:
         """See `SerialExecutor.commit`. A report is None, a string, or a named tuple of plain values."""
@@ -123,6 +167,21 @@ class ProcessExecutor(SerialExecutor):
     def abort(self, error: BaseException) -> None:
         if (walk := self._channel.end()) is not None:
             walk.fail(error)
+
+
+def _stack_numbers(results: Sequence[Any]) -> Any:
+    """Losses of micro-batches as one tensor, because NCCL takes as long for a number as for a thousand."""
+    if all(type(x) is Tensor and not x.dim() for x in results):
+        kinds = {(x.dtype, x.device, x.requires_grad) for x in results}
+        if len(kinds) == 1:
+            return torch.stack([x.detach() for x in results]).requires_grad_(results[0].requires_grad)
+    return results
+
+
+def _unstack_numbers(received: Any) -> Sequence[Any]:
+    if not isinstance(received, Tensor):
+        return received
+    return [x.requires_grad_(received.requires_grad) for x in received.detach().unbind()]
 
 
 class RankInbox(LocalQueue):

@@ -9,7 +9,8 @@ of a `StepPrograms`.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -19,26 +20,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] # no public name
 
 from torchweft.core.errors import DeviceError, SplitError, join_faults
+from torchweft.core.pytree import Structure, flatten, unflatten
 from torchweft.core.segment import version
+from torchweft.pipeline.microbatch import SplitPlan
 from torchweft.pipeline.pipeline_plan import Crossing
 from torchweft.pipeline.processes.collective_forward import EQUAL_EVERYWHERE, CollectiveCalls, CollectiveRecorder
 from torchweft.pipeline.processes.loans import BorrowingStage, Loans
 from torchweft.pipeline.processes.ownership import HiddenTensors, Use, find_uses, plan_loans, reject_shared
 from torchweft.pipeline.processes.rank_executor import Channel
+from torchweft.pipeline.processes.tail_exchange import StopForward, TailExchange
+from torchweft.pipeline.split.expected import TailNeedsMore
 from torchweft.pipeline.split.open_state import PLAIN
-from torchweft.pipeline.split.output_join import Quiet
-from torchweft.pipeline.split.program import (
-    Copies,
-    Program,
-    SplitCall,
-    SplitStage,
-    StepPrograms,
-)
+from torchweft.pipeline.split.program import Copies, Program, SplitCall, SplitStage, StepPrograms
+from torchweft.pipeline.split.program_cache import Trials
 from torchweft.pipeline.split.record import ForwardRecorder
-from torchweft.pipeline.split.recording import (
-    Reads,
-)
-from torchweft.pipeline.split.split_pipe import SplitModel
+from torchweft.pipeline.split.recording import Reads, RecordedValue
+from torchweft.pipeline.split.row_forms import RecordedCall
+from torchweft.pipeline.split.split_model import FollowedRecording, SplitModel, StepChoice
+from torchweft.pipeline.split.stated_rule import Numbers
+from torchweft.pipeline.split.tail import Tail
+from torchweft.pipeline.split.whole_forward import ForwardChanged
 from torchweft.pipeline.stage import Stage
 
 CHOICE = "the choice of what a step runs"  # the name of the walk in which ranks choose and record programs
@@ -77,58 +78,162 @@ class ProcessSplitModel(SplitModel):
         self._by_number: dict[int, Program] = {}
         self._dropped: list[int] = []
         self._written: set[str] = set()  # buffers that the code between blocks writes to
+        self._followed: dict[int, FollowedRecording] = {}
+        self._reference_numbers: dict[FollowedRecording, int] = {}
         super().__init__(*args)
         # Guards on these run in their stage only, because the first rank cannot evaluate them before a step.
         self._foreign = {name for name, rank in placement.owners.items() if rank != self._first}
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        self._absent = {name for name, rank in placement.owners.items() if rank != placement.rank} & parameters
         self.latest = latest
 
     def _new_recorder(self) -> ForwardRecorder:
         self._collective_recorder = CollectiveRecorder(self._calls, self.model, self.split, self.devices)
         return self._collective_recorder
 
-    def set_channel(self, channel: Channel) -> None:
+    def set_channel(self, channel: Channel, *, shares_output: bool) -> None:
+        self._channel, self._shares_output = channel, shares_output
         self._calls.set_channel(channel)
 
-    def choose(self, *args: Any, **how: Any) -> tuple[SplitCall, str | None]:
+    def choose(self, *args: Any, **how: Any) -> StepChoice:
         """See `SplitModel.choose`. The arguments count on the rank of the first stage only."""
         if self._calls.rank != self._first:
             return self._follow_announcements()
         # While programs are recorded, the others follow the announcements. An error ends the walk, so that no rank
         # waits for a "go" that never comes.
-        call, scalars = super().choose(*args, **how)
-        numbers = [program.number for program in call.choice.programs]
-        self._calls.announce("go", scalars, self._dropped, numbers)
+        choice = super().choose(*args, **how)
+        assert choice.plan is not None
+        numbers = [program.number for program in choice.programs]
+        reference = None if choice.reference is None else self._reference_numbers[choice.reference]
+        # All ranks run forward(): on all rows if its end does, else on the first micro-batch.
+        sizes, leaves = choice.plan.sizes, choice.leaves
+        if not choice.programs[0].joins_rows:
+            sizes, leaves = sizes[:1], choice.pieces[0]
+        call = unflatten(choice.plan.structure, leaves), list(sizes), list(choice.plan.axes)
+        self._calls.announce("go", choice.scalars, self._dropped, numbers, reference, *call)
         self._forget_programs(self._dropped, numbers)
         self._dropped = []
-        return call, scalars
+        return choice
 
-    def _follow_announcements(self) -> tuple[SplitCall, str | None]:
+    def _follow_announcements(self) -> StepChoice:
         while True:
             action, *content = self._calls.receive_announcement(self._first)
             if action == "go":
                 break
             self._perform(action, *content)
-        scalars, dropped, numbers = content
+        scalars, dropped, numbers, reference, arguments, sizes, axes = content
         # At the same point of the step as on the first rank, so that a number means one program on all ranks.
         self._forget_programs(dropped, numbers)
-        self.latest = self._by_number[numbers[0]]
+        programs = [self._by_number[number] for number in numbers]
+        self.latest = programs[0]
         no_copies: list[Copies] = [{} for _ in self.devices]
-        return SplitCall(StepPrograms([], no_copies, ()), (), {}), scalars
+        call = SplitCall(StepPrograms([], no_copies, ()), (), {})
+        leaves, structure = flatten(arguments)
+        plan = SplitPlan(structure, tuple(sizes), tuple(axes))
+        pieces = plan.split(leaves)
+        followed = None if reference is None else self._followed[reference]
+        return StepChoice(call, scalars, programs[: len(pieces)], plan, leaves, pieces, followed)
 
-    def _recorded(self, call: Any, axes: Sequence[int | None]) -> Program:
-        return self._perform_everywhere("record", call, axes)
+    def run(self, choice: StepChoice, serve: Callable[[Any], Any]) -> Any:
+        """See `SplitModel.run`. Every rank compares the calls of forward(). Its end runs on the rank of the last stage,
+        and the others get its result."""
+        joins = choice.programs[0].joins_rows
+        if joins:
+            self._reject_tracked_inputs(choice)
+        last, device = self._placement.workers[-1], self._placement.device
+        end = TailExchange(self._channel, self._calls.rank, last, device, shares_output=self._shares_output)
+        try:
+            with self._placement.hidden.placeholders():
+                result = super().run(choice, partial(self._serve_together, serve, end))
+        except ForwardChanged as change:
+            self._agree(change)
+            raise
+        except TailNeedsMore as more:
+            result = more
+        except StopForward:
+            result = None
+        except BaseException as error:
+            end.fail(error)
+            raise
+        if not joins:
+            return result
+        return end.share(result, partial(self._keep_more, list(dict.fromkeys(choice.programs))))
+
+    def _reject_tracked_inputs(self, choice: StepChoice) -> None:
+        """Raise SplitError if the tail would have a gradient for an input: only one rank would get it."""
+        read = choice.programs[0].tail.inputs_read
+        tracked = [isinstance(x, Tensor) and x.requires_grad for x in choice.leaves]
+        pairs = zip(choice.programs[0].recording.inputs, tracked, strict=True)
+        if faults := [f"input {value.key!r}" for value, is_tracked in pairs if is_tracked and value in read]:
+            headline = (
+                "the end of forward() runs on the rank of the last stage and uses these inputs, which require a "
+                "gradient, so only that rank would get its part of the gradient; detach them there, or compute the "
+                "loss with loss= and target=:"
+            )
+            raise SplitError(join_faults(headline, faults))
+
+    def _repeat(self, choice: StepChoice, more: TailNeedsMore, before: Any) -> None:
+        """Repeat nothing: the other ranks have completed the stages. See `TailExchange.share`."""
+
+    def _serve_together(self, serve: Callable[[Any], Any], end: "TailExchange", axes: Any) -> Any:
+        self._agree(None)
+        with self._placement.hidden.hidden():
+            joined = serve(axes)
+        if axes is None:
+            return joined
+        end.begin(joined)
+        if not end.has_tail:
+            raise StopForward
+        return joined
+
+    def _agree(self, change: ForwardChanged | None) -> None:
+        """Compare with the other ranks whether forward() follows its programs. Raises ForwardChanged on all ranks."""
+        report = None
+        if change is not None:
+            number = change.program.number if isinstance(change.program, Program) else -1
+            report = [number, change.step, str(change)]
+        reports = self._calls.compare_reports(report, CHOICE)
+        found = next((other for other in reports if other is not None), None)
+        if found is not None:
+            number, step, words = found
+            change = ForwardChanged(step, words)
+            change.program = self._by_number[number] if number >= 0 else self._followed[max(self._followed)]
+            raise change from None
+
+    def note_change(self, trials: Trials, change: ForwardChanged) -> None:
+        """See `SplitModel.note_change`. The first rank decides, and the others follow it."""
+        if self._calls.rank == self._first:
+            super().note_change(trials, change)
+        else:
+            change.program.expected.tolerate(change.step)
+
+    def _replace_program(self, old: Program, new: Program) -> None:
+        new.number = old.number
+        self._by_number[new.number] = new
+        if self._calls.rank == self._first:
+            super()._replace_program(old, new)
+
+    def _recorded(self, call: RecordedCall) -> Program:
+        return self._perform_everywhere("record", *call)
+
+    def _new_reference(self, call: RecordedCall, program: Program) -> FollowedRecording:
+        return self._perform_everywhere("follow", program.number, *call)
 
     def _verify_on(self, program: Program, call: Any) -> None:
         self._perform_everywhere("verify", program.number, call)
 
-    def _run(self, call: Any, quiet: Quiet) -> tuple[Any, bool]:
-        return self._perform_everywhere("run", call, quiet)
+    def _run_for_numbers(self, program: Program, call: Any) -> Numbers:
+        return self._perform_everywhere("run", program.number, call)
+
+    def _replay(self, program: Program, structure: Structure, leaves: Sequence[Any]) -> Any:
+        # Steps of the tail too: each runs on the rank that has its parameters.
+        return self._recorder.replay(program, leaves, self.members.find)
 
     def _perform_everywhere(self, action: str, *args: Any) -> Any:
         self._calls.announce(action, *args)
         return self._perform(action, *args)
 
-    def _perform(self, action: str, first: Any, second: Any) -> Any:
+    def _perform(self, action: str, *args: Any) -> Any:
         # Only parameters of this rank: those of other ranks are None here, and placeholders on meta below.
         if waiting := [name for name, parameter in self.model.named_parameters() if parameter.is_meta]:
             raise DeviceError(
@@ -140,13 +245,29 @@ class ProcessSplitModel(SplitModel):
             # Code between blocks can read any buffer, so all ranks need the present values.
             self._exchange_buffers()
             if action == "record":
-                return super()._recorded(first, second)
+                return super()._recorded(RecordedCall(*args))
+            if action == "follow":
+                reference = super()._new_reference(RecordedCall(*args[1:]), self._by_number[args[0]])
+                self._reject_lacking(reference.tail)
+                number = len(self._followed)
+                self._followed[number], self._reference_numbers[reference] = reference, number
+                return reference
             if action == "verify":
-                return super()._verify_on(self._by_number[first], second)
-            return super()._run(first, second)
+                return super()._verify_on(self._by_number[args[0]], args[1])
+            return super()._run_for_numbers(self._by_number[args[0]], args[1])
+
+    def _reject_lacking(self, tail: Tail) -> None:
+        """Raise SplitError if the end of forward() needs a parameter that the rank of the last stage does not have."""
+        if self._calls.rank == self._placement.workers[-1] and tail.steps and tail.lacking:
+            headline = (
+                "the end of forward() runs on the rank of the last stage, but it uses parameters which another rank "
+                "has; use them in a block, or let the stages be on one rank:"
+            )
+            raise SplitError(join_faults(headline, tail.lacking))
 
     def _compare(self, program: Program) -> None:
         """Raise SplitError on all ranks if their programs differ. Else the program gets its number."""
+        self._reject_lacking(program.tail)
         steps = program.recording.steps
         # This ends the walk. If digests differ, all ranks raise here, and none is left with an open walk.
         reports = self._calls.compare_reports(_digest_steps(program), CHOICE)
@@ -253,16 +374,28 @@ def _digest_steps(program: Program) -> list[str]:
         for step in recording.steps
     ]
     # Clones and members follow from shared memory, which the steps do not show.
-    parts = [([number for number, *_ in part.steps], len(part.clones)) for part in program.parts]
+    parts = [
+        (
+            *([number for number, *_ in part.steps], len(part.clones), sorted(part.owned), [*part.blocks.values()]),
+            [
+                {at: [*map(_describe_value, crossing)] for at, crossing in way.items()}
+                for way in (part.takes, part.gives)
+            ],
+        )
+        for part in program.parts
+    ]
     leaves = [*map(_describe_constant, recording.leaves)]
     result = program.routes, _describe_reads(recording.reads), leaves, str(recording.structure), recording.cuts
-    return [hashlib.sha256(repr(part).encode()).hexdigest()[:12] for part in (*steps, (parts, result))]
+    enters = [(value.step, value.key, axis) for value, axis in program.tail.enters]
+    return [hashlib.sha256(repr(part).encode()).hexdigest()[:12] for part in (*steps, (parts, result, enters))]
 
 
 def _describe_reads(reads: Reads) -> list[tuple[int, str]]:
-    return [
-        (k, f"{value.kind} {_describe_constant(value.key)} {value.step} {value.bytes}") for k, value in reads.items()
-    ]
+    return [(k, _describe_value(value)) for k, value in reads.items()]
+
+
+def _describe_value(value: RecordedValue) -> str:
+    return f"{value.kind} {_describe_constant(value.key)} {value.step} {value.bytes}"
 
 
 def _describe_constant(leaf: Any) -> str:

@@ -7,6 +7,7 @@ need no messages for this, because they have the same model and the same sample.
 
 import copy
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +26,8 @@ from torchweft.pipeline.split.isolation import place_tensor
 from torchweft.pipeline.split.program import (
     Program,
 )
-from torchweft.pipeline.split.split_pipe import SplitLayout, SplitModel, split_of
+from torchweft.pipeline.split.split_model import SplitModel
+from torchweft.pipeline.split.split_pipe import SplitLayout, split_of
 from torchweft.pipeline.weights import map_tensors
 
 
@@ -46,6 +48,8 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
         stages, self._sampled = self._first_stages(settings, self._sample_call(sample))
         ranks = {name: workers[stage] for name, stage in stages.items()}
         owners = {id(tensor): ranks[name] for name, tensor in named_tensors(self._model)}
+        if sample is None and not rank:
+            _warn_if_uneven(self._model, ranks, self.group.size())
         uses = find_uses([[("", self._model)]])
         self._hidden = HiddenTensors(uses, owners, rank, partial(_placeholder, device=device))
         # Hidden before the rest moves, so that tensors of other ranks never take memory on the device.
@@ -88,7 +92,7 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
     def run_step(self, settings: PipeSettings, current_runtime: CurrentRuntime, *call: Any) -> Any:
         model = self._process_model(settings)  # before the runtime, because its layout is part of `key`
         current_runtime()
-        model.set_channel(self._connect())
+        model.set_channel(self._connect(), shares_output=settings.output == "all")
         with self._in_walk(CHOICE):
             return super().run_step(settings, current_runtime, *call)
 
@@ -104,6 +108,22 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_split_model": None, "_sampled": None}
+
+
+def _warn_if_uneven(model: nn.Module, ranks: Mapping[str, int], size: int) -> None:
+    shares = [0] * size
+    for name, parameter in model.named_parameters():
+        shares[ranks[name]] += parameter.nbytes
+    # Twice the mean; or of two ranks, twice the share of the other one.
+    if max(shares) >= 2 * sum(shares) / max(size, 3) > 0:
+        listed = ", ".join(f"rank {rank} {share:,}" for rank, share in enumerate(shares))
+        warnings.warn(
+            f"the parameters of {type(model).__name__} are spread unevenly over the ranks, in bytes: {listed}. Without "
+            "a sample, a parameter belongs to a stage by the order in which modules were registered, which can be "
+            "another than that of their calls; give Pipe sample=, a micro-batch, and each goes to the stage that uses "
+            "it first. If it stays uneven, choose other split points",
+            stacklevel=2,
+        )
 
 
 def _placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -79,7 +79,8 @@ class StageMembers:
         for s, (blocks, names, device) in enumerate(zip(self.blocks, self.owned, self._devices, strict=True)):
             shared = any(callers[module] > 1 for block in blocks for module in block.modules())
             turns = lock if shared and any(self._away) else nullcontext()
-            code = InterBlockParameters(self._model, names)
+            # Sorted: ranks number the parameters that they lend in this order, and that of a set differs per process.
+            code = InterBlockParameters(self._model, sorted(names))
             stages.append(stage_type(s, blocks, code, device, self._pairs, turns))
         return stages, [(bundle(s, t), s, (t,)) for s, t in sorted(self._pairs)]
 

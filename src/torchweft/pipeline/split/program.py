@@ -48,7 +48,8 @@ class InterBlockParameters(nn.Module):
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__()
         self._names, self._find = list(names), partial(tensor_of, model)
-        modules = {model.get_submodule(name.rpartition(".")[0]) for name in self._names}
+        # Not a set: its order would differ between ranks.
+        modules = dict.fromkeys(model.get_submodule(name.rpartition(".")[0]) for name in self._names)
         generators = [value for m in modules for value in vars(m).values() if type(value) is torch.Generator]
         # As attributes, because the scan of a stage looks for generators there.
         vars(self).update({f"generator{id(generator)}": generator for generator in generators})
@@ -340,6 +341,10 @@ class Program:
     def result(self, values: Values) -> Any:
         if self.joins_rows:
             return tuple([values[value] for value, _ in self.tail.enters])
+        return self.output(values)
+
+    def output(self, values: Values) -> Any:
+        """The result of forward(), if `values` has those of the tail too."""
         return unflatten(self.recording.structure, _fill_leaves(self.recording.leaves, self.recording.reads, values))
 
 

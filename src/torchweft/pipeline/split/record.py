@@ -83,6 +83,7 @@ class ForwardRecorder:
         self.mixed = len(set(devices)) > 1
         # Whether the recorder also observes the plain forward. Its graph then differs from that of the model.
         self.watched = self.mixed
+        self.alone = True  # whether no other process takes part in a recording
         self.modules = OpenModules(model, split)
         self.state = OpenState()
         self.watches_blocks = False

@@ -1,40 +1,52 @@
 """The row forms of a model's programs: recorded once per form of a program, and checked for rows that are mixed."""
 
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchweft.core.errors import BatchError, join_faults
-from torchweft.core.pytree import unflatten
-from torchweft.pipeline.microbatch import SplitPlan
+from torchweft.core.pytree import flatten, unflatten
 from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.recording import Instruction, Recording
 from torchweft.pipeline.split.rows import FRONT, RowForm, find_mixed_rows, identity, more_rows
 from torchweft.pipeline.split.tail import Tail
 
 
-class RowsOfCall(NamedTuple):
-    """One micro-batch with that many `rows`, of a mini-batch with these `leaves`, in which it begins at row `start`.
-    `check`: whether its rows are compared with those of a longer one."""
+class RecordedCall(NamedTuple):
+    """A micro-batch to record: its number `index` among those of these `sizes`, and the arguments of the mini-batch,
+    nested as ``(args, kwargs)``. `axes` are the axes of their rows. With `joins`, the end of forward() runs on all
+    rows. With `check`, rows are compared with those of a longer micro-batch."""
 
-    plan: SplitPlan
-    leaves: Sequence[Any]
-    piece: Sequence[Any]
-    rows: int
-    start: int
+    arguments: Any
+    sizes: Sequence[int]
+    axes: Sequence[int | None]
+    index: int
+    joins: bool
     check: bool
+
+    @property
+    def rows(self) -> int:
+        return self.sizes[self.index]
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.index])
+
+    @property
+    def piece(self) -> Any:
+        """The arguments of the micro-batch."""
+        leaves, structure = flatten(self.arguments)
+        pairs = zip(leaves, self.axes, strict=True)
+        return unflatten(structure, [x if k is None else x.narrow(k, self.start, self.rows) for x, k in pairs])
 
     def taken(self, index: Sequence[int]) -> Any:
         """The arguments with these rows of the micro-batch."""
-        pairs = zip(self.piece, self.plan.axes, strict=True)
-        leaves = [x if axis is None else _taken(x, axis, index) for x, axis in pairs]
-        return unflatten(self.plan.structure, leaves)
-
-    def whole(self) -> Any:
-        return unflatten(self.plan.structure, self.leaves)
+        leaves, structure = flatten(self.piece)
+        pairs = zip(leaves, self.axes, strict=True)
+        return unflatten(structure, [x if axis is None else _taken(x, axis, index) for x, axis in pairs])
 
 
 class Longer(NamedTuple):
@@ -50,14 +62,15 @@ class RowForms:
         self._recorder = recorder
         self._known: dict[Hashable, RowForm | None] = {}
 
-    def find(self, recording: Recording, call: RowsOfCall) -> tuple[RowForm | None, Longer | None]:
+    def find(self, recording: Recording, call: RecordedCall) -> tuple[RowForm | None, Longer | None]:
         """The form of a recording, and if it is a new one, the second recording that it comes from. The form is None if
         forward() takes another path for every other number of rows."""
         key = tuple(map(identity, recording.steps))
         if key not in self._known:
             for more, index in more_rows(call.rows):
-                # The user's code can need an even number of rows, say.
-                with suppress(Exception):
+                # The user's code can need an even number of rows, say. Over processes an error ends the recording on
+                # all of them, because the others wait for the results of the one that raised.
+                with suppress(Exception) if self._recorder.alone else nullcontext():
                     taken = call.taken(index)
                     second = self._recorder.record(*taken, keep=True)
                     form = RowForm(recording, second, call.rows, more)
@@ -70,7 +83,7 @@ class RowForms:
     def forget(self, form: RowForm) -> None:
         self._known = {key: known for key, known in self._known.items() if known is not form}
 
-    def reject_mixed(self, recording: Recording, longer: Longer, tail: Tail, call: RowsOfCall) -> None:
+    def reject_mixed(self, recording: Recording, longer: Longer, tail: Tail, call: RecordedCall) -> None:
         """Raise BatchError if a row of a value before the tail depends on other rows of the mini-batch."""
         form = tail.form
         assert form is not None
@@ -96,7 +109,9 @@ class RowForms:
             )
             raise BatchError(join_faults(headline, faults))
 
-    def _record_in_eval(self, first: Recording, longer: Longer, call: RowsOfCall) -> tuple[Recording, Recording] | None:
+    def _record_in_eval(
+        self, first: Recording, longer: Longer, call: RecordedCall
+    ) -> tuple[Recording, Recording] | None:
         """Both recordings with all modules in eval mode that are not open. None if they have other steps then."""
         modules = [m for m in self._recorder.model.modules() if m not in self._recorder.modules.open and m.training]
         calls = call.taken(range(call.rows)), longer.call

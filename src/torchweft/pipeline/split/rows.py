@@ -50,8 +50,7 @@ class RowForm:
     same steps have the same form, whatever their sizes."""
 
     def __init__(self, first: Recording, second: Recording, rows: int, more: int, *, by_whole: bool = False) -> None:
-        """`first` has that many `rows`, `second` has `more`. With `by_whole`, `second` is one of all rows, and has other
-        steps."""
+        """`first` has `rows`, `second` has `more`. With `by_whole`, `second` has all rows, and other steps."""
         self.by_whole = by_whole
         # By the number of a step: that of its partner in the second recording.
         self.partners = _partners(first, second) if by_whole else _equal_beginning(first, second)

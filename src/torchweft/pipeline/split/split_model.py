@@ -34,7 +34,7 @@ from torchweft.pipeline.split.program import Program, SplitCall, SplitStage
 from torchweft.pipeline.split.program_cache import PROGRAMS, ProgramCache, Trials
 from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.recording import Devices, Recording
-from torchweft.pipeline.split.row_forms import Longer, RowForms, RowsOfCall, drop_copies
+from torchweft.pipeline.split.row_forms import Longer, RecordedCall, RowForms, drop_copies
 from torchweft.pipeline.split.rows import RowForm, identity
 from torchweft.pipeline.split.stated_rule import Numbers, Reduction, StatedRule, run_for_numbers
 from torchweft.pipeline.split.tail import Tail
@@ -69,6 +69,7 @@ class SplitModel:
 
     _stage_type = SplitStage
     _foreign: Collection[str] = frozenset()  # see `Program`
+    _absent: Collection[str] = frozenset()  # see `Tail`
 
     def __init__(
         self, model: nn.Module, split: Sequence[str], devices: Devices, dims: BatchDims, stated: Reduction | None = None
@@ -102,9 +103,9 @@ class SplitModel:
         SplitError for code that cannot be recorded and for programs that compute other values.
         """
         register_dataclasses((args, kwargs))
-        args, kwargs = _broadcast_whole((args, kwargs), axis)
-        plan, leaves = plan_split((args, kwargs), chunks, axis=axis)
-        pieces = plan.split(leaves)
+        whole = _broadcast_whole((args, kwargs), axis)
+        plan, leaves = plan_split(whole, chunks, axis=axis)
+        arguments, pieces = unflatten(plan.structure, leaves), plan.split(leaves)
         joins = outputs and self._stated is None and len(plan.sizes) > 1
         settings = joins, self._settings()
         keys: dict[int, Hashable] = {}
@@ -114,9 +115,8 @@ class SplitModel:
                 keys[rows] = (plan.structure, *map(_leaf_key, piece))
             program = self._programs.find((settings, keys[rows]), piece, self.members.find, trials.excluded)
             if program is None:
-                start = sum(plan.sizes[:i])
-                of_rows = RowsOfCall(plan, leaves, piece, rows, start, check) if joins else None
-                program = self._add_program(unflatten(plan.structure, piece), piece, keys[rows], plan.axes, of_rows)
+                call = RecordedCall(arguments, plan.sizes, plan.axes, i, joins, check)
+                program = self._add_program(call, piece, keys[rows])
                 settings = joins, self._settings()  # the first run can have changed some
                 trials.recorded[program] = i
             chosen.append(program)
@@ -131,26 +131,20 @@ class SplitModel:
             )
         reference = None
         if chosen[0].tail.form is not None and chosen[0].tail.form.by_whole:
-            reference = self._find_reference(plan, leaves, chosen[0], trials)
-        call = SplitCall(self.members.programs_of_step(chosen, graph=graph), args, kwargs)
+            whole_call = RecordedCall(arguments, plan.sizes, plan.axes, 0, joins, check)
+            reference = self._find_reference(whole_call, chosen[0], trials)
+        call = SplitCall(self.members.programs_of_step(chosen, graph=graph), *whole)
         return StepChoice(call, scalars, chosen, plan, leaves, pieces, reference)
 
-    def _find_reference(
-        self, plan: SplitPlan, leaves: Sequence[Any], program: Program, trials: Trials
-    ) -> FollowedRecording:
+    def _find_reference(self, call: RecordedCall, program: Program, trials: Trials) -> FollowedRecording:
         """The recording of all rows, of a model that takes another path for every number of rows."""
-        key = self._settings(), plan.structure, *map(_leaf_key, leaves)
+        leaves, structure = flatten(call.arguments)
+        key = self._settings(), structure, *map(_leaf_key, leaves)
         reference = self._references.get(key)
         if reference is None or reference in trials.excluded:
-            recording = self._record_whole(plan, leaves)
-            rows, axes = sum(plan.sizes), plan.axes
-            form = RowForm(recording, program.recording, rows, program.expected.rows, by_whole=True)
-            tail = Tail(recording, axes, form)
-            reference = FollowedRecording(tail, ExpectedCalls(self.model, recording, tail, rows))
             while len(self._references) >= PROGRAMS:
                 del self._references[next(iter(self._references))]
-            drop_copies(recording)
-            self._references[key] = reference
+            self._references[key] = reference = self._new_reference(call, program)
             trials.recorded[reference] = 0
         partners = cast(RowForm, reference.tail.form).partners
         entering = [[(v.step, v.key, axis) for v, axis in tail.enters] for tail in (reference.tail, program.tail)]
@@ -162,8 +156,13 @@ class SplitModel:
             )
         return reference
 
-    def _record_whole(self, plan: SplitPlan, leaves: Sequence[Any]) -> Recording:
-        return self._recorder.record(*unflatten(plan.structure, leaves), keep=True)
+    def _new_reference(self, call: RecordedCall, program: Program) -> FollowedRecording:
+        recording = self._recorder.record(*call.arguments, keep=True)
+        rows = sum(call.sizes)
+        form = RowForm(recording, program.recording, rows, program.expected.rows, by_whole=True)
+        tail = Tail(recording, call.axes, form, self._absent)
+        drop_copies(recording)
+        return FollowedRecording(tail, ExpectedCalls(self.model, recording, tail, rows))
 
     def run(self, choice: StepChoice, serve: Callable[[Any], Any]) -> Any:
         """Run one step: forward() on all rows, in which `serve` runs the stages; or `serve` after a comparison. It gets
@@ -189,16 +188,22 @@ class SplitModel:
         try:
             return self._follow_first_fitting([first, *others], choice, partial(serve, axes))
         except TailNeedsMore as more:
-            used = first.recording.steps[more.place[0]]
-            self._keep_more((first, *others), more)
-            if buffers != [version(buffer) for buffer in self.model.buffers()]:
-                raise BatchError(
-                    f"the end of forward() now uses {used}, which it did not use when it was recorded. The stages have "
-                    "run without keeping it, and have changed buffers, so this step cannot be repeated. Nothing else "
-                    "has changed: later steps will keep it"
-                ) from None
-            set_states(sources, states)
+            self._repeat(choice, more, (buffers, sources, states))
             raise
+
+    def _repeat(self, choice: StepChoice, more: TailNeedsMore, before: Any) -> None:
+        """Prepare to repeat a step whose tail needs a value that the stages did not keep. `before` holds the versions
+        of buffers, the generators and their states from before the step. Raises BatchError if it cannot be repeated."""
+        buffers, sources, states = before
+        used = choice.programs[0].recording.steps[more.place[0]]
+        self._keep_more(list(dict.fromkeys(choice.programs)), more)
+        if buffers != [version(buffer) for buffer in self.model.buffers()]:
+            raise BatchError(
+                f"the end of forward() now uses {used}, which it did not use when it was recorded. The stages have run "
+                "without keeping it, and have changed buffers, so this step cannot be repeated. Nothing else has "
+                "changed: later steps will keep it"
+            ) from None
+        set_states(sources, states)
 
     def _follow_first_fitting(self, programs: Sequence[Program], choice: StepChoice, serve: Callable[[], Any]) -> Any:
         """Follow the first program whose decisions by inputs are those of all rows. If there is none, the first one."""
@@ -261,43 +266,44 @@ class SplitModel:
         form.wanted.add(more.place)
         for program in programs:
             if program.tail.form is form:
-                tail = Tail(program.recording, program.tail.axes, form)
-                self._programs.replace(program, self._new_program(program.recording, tail, program.expected.rows))
+                tail = Tail(program.recording, program.tail.axes, form, self._absent)
+                self._replace_program(program, self._new_program(program.recording, tail, program.expected.rows))
 
-    def _add_program(
-        self, call: Any, piece: Sequence[Any], shape: Hashable, axes: Sequence[int | None], of_rows: "RowsOfCall | None"
-    ) -> Program:
-        program = self._recorded(call, axes, of_rows)
-        settings = of_rows is not None, self._settings()
+    def _replace_program(self, old: Program, new: Program) -> None:
+        self._programs.replace(old, new)
+
+    def _add_program(self, call: RecordedCall, piece: Sequence[Any], shape: Hashable) -> Program:
+        program = self._recorded(call)
+        settings = call.joins, self._settings()
         steps = [(step.name, step.where, id(step.module)) for step in program.recording.steps]
         form = _kind(settings, program.recording.structure, piece), *steps
         if (oldest := self._programs.add((settings, shape), program, form, piece)) is not None:
             self._drop(oldest)
         return program
 
-    def _recorded(self, call: Any, axes: Sequence[int | None], of_rows: "RowsOfCall | None") -> Program:
+    def _recorded(self, call: RecordedCall) -> Program:
         """Record a new program for one micro-batch, and prepare the stages for it."""
         self.recordings += 1
-        recording = self._recorder.record(*call, keep=of_rows is not None)
-        check_axes(recording, axes, self._dims)
-        tail = Tail(recording, axes, None) if of_rows is None else self._tail_of(recording, of_rows)
-        rows = next((x.shape[axis] for x, axis in zip(flatten(call)[0], axes, strict=True) if axis is not None), 1)
-        program = self._new_program(recording, tail, rows)
+        piece = call.piece
+        recording = self._recorder.record(*piece, keep=call.joins)
+        check_axes(recording, call.axes, self._dims)
+        tail = self._tail_of(recording, call) if call.joins else Tail(recording, call.axes, None, self._absent)
+        program = self._new_program(recording, tail, call.rows)
         self._compare(program)
-        self._find_hooks(program, call)
+        self._find_hooks(program, piece)
         if self.members.add(program):
             self.place()
         return program
 
-    def _tail_of(self, recording: Recording, call: RowsOfCall) -> Tail:
+    def _tail_of(self, recording: Recording, call: RecordedCall) -> Tail:
         """The tail of a recording. Raises BatchError if a row before it depends on other rows."""
         form, longer = self._forms.find(recording, call)
         if form is None:
-            whole = self._record_whole(call.plan, call.leaves)
-            form = RowForm(recording, whole, call.rows, sum(call.plan.sizes), by_whole=True)
-            longer = Longer(whole, call.whole(), call.start)
+            whole = self._recorder.record(*call.arguments, keep=True)
+            form = RowForm(recording, whole, call.rows, sum(call.sizes), by_whole=True)
+            longer = Longer(whole, call.arguments, call.start)
         try:
-            tail = Tail(recording, call.plan.axes, form)
+            tail = Tail(recording, call.axes, form, self._absent)
             if longer is not None and call.check:
                 self._forms.reject_mixed(recording, longer, tail, call)
         except BaseException:
@@ -330,30 +336,31 @@ class SplitModel:
         if kind not in self._rules:
             while len(self._rules) >= PROGRAMS:
                 del self._rules[next(iter(self._rules))]
-            self._rules[kind] = StatedRule(type(self.model).__name__, stated, partial(self._run_for_numbers, program))
+            run = partial(self._run_for_numbers, program)
+            self._rules[kind] = StatedRule(type(self.model).__name__, stated, run)
         return self._rules[kind]
 
     def _run_for_numbers(self, program: Program, call: Any) -> Numbers:
         return run_for_numbers(self._recorder, program.recording, call)
 
     def _verify_on(self, program: Program, call: Any) -> None:
-        structure = flatten(call)[1]
+        verify(self._recorder, program, partial(self._replay, program, flatten(call)[1]), *call)
 
-        def replay(leaves: Sequence[Any]) -> Any:
-            def stages() -> Any:
-                return self._recorder.replay(program, leaves, self.members.find)
+    def _replay(self, program: Program, structure: Structure, leaves: Sequence[Any]) -> Any:
+        """Run a program and the tail for one micro-batch, as a step does."""
 
-            serve = stages if program.joins_rows else None
-            try:
-                result = self._follow(program, program.expected.rows, serve, leaves, structure)
-            except (ForwardChanged, TailNeedsMore) as change:
-                raise SplitError(
-                    f"forward() of {type(self.model).__name__} does something else in every run: {change}; move code "
-                    "that depends on state which changes in every run into a submodule"
-                ) from None
-            return stages() if serve is None else result
+        def stages() -> Any:
+            return self._recorder.replay(program, leaves, self.members.find)
 
-        verify(self._recorder, program, replay, *call)
+        serve = stages if program.joins_rows else None
+        try:
+            result = self._follow(program, program.expected.rows, serve, leaves, structure)
+        except (ForwardChanged, TailNeedsMore) as change:
+            raise SplitError(
+                f"forward() of {type(self.model).__name__} does something else in every run: {change}; move code that "
+                "depends on state which changes in every run into a submodule"
+            ) from None
+        return stages() if serve is None else result
 
     def _drop(self, program: Program) -> None:
         self._programs.drop(program)

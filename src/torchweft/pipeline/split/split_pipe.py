@@ -146,7 +146,7 @@ class SplitLayout(PipeLayout):
             owners = model.members.set_copies(runtime.stages, choice.call.choice)
             request = PipeCall(
                 choice.call, targets, axis, settings.chunks, settings.schedule, observer, self._fixed.loss_scale,
-                choice.scalars, owners, settings.batch_tag, joined_axes,
+                choice.scalars, owners, settings.batch_tag, (args, kwargs), joined_axes,
             )  # fmt: skip
             return runtime.serve(request, training=self._model.training)
 

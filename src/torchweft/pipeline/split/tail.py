@@ -45,10 +45,11 @@ class Tail:
         recording: Recording,
         axes: Sequence[int | None],
         form: RowForm | None,
+        absent: Collection[str] = frozenset(),
     ) -> None:
-        """`axes` are the axes of the rows in the inputs. Raises BatchError for values that enter, but cannot be
-        joined."""
-        self._steps, self.form, self.axes = recording.steps, form, axes
+        """`axes` are the axes of the rows in the inputs. `absent` are parameters that another process has. Raises
+        BatchError for values that enter, but cannot be joined."""
+        self._steps, self.form, self.axes, self._absent = recording.steps, form, axes, absent
         self._derived = self._find_derived(recording, axes)
         self.writes = self._find_writes()
         self.pure = self._find_pure()  # steps that depend on inputs and parameters only
@@ -69,6 +70,8 @@ class Tail:
         self.ways: list[Way] = [
             "tail" if k in self.steps else "here" if k in here else "answer" for k in range(len(self._steps))
         ]
+        outside = (k for k, way in enumerate(self.ways) if way != "answer")
+        self.inputs_read = {v for k in outside for v in self._steps[k].reads.values() if v.kind == "in"}
         self.last_answered = max((k for k, way in enumerate(self.ways) if way == "answer"), default=-1)
 
     def kind_of(self, value: RecordedValue) -> RowKind:
@@ -229,5 +232,15 @@ class Tail:
             storages = {v.storage for k in here for v in self._steps[k].makes if v is not None}
             writers = {k for k in self.pure if not self._steps[k].stored.isdisjoint(storages)}
             if writers <= here:
-                return here - self.steps
+                break
             here = self._needed(here | writers) & self.pure
+        # A process that lacks a parameter does not run what depends on it. It does not run the tail either.
+        lacking: set[int] = set()
+        for k in sorted(here | self.steps):
+            step = self._steps[k]
+            reads = step.reads.values()
+            inside = step.module is not None and any(name.startswith(f"{step.name}.") for name in self._absent)
+            if inside or any(v.key in self._absent if v.kind == "own" else v.step in lacking for v in reads):
+                lacking.add(k)
+        self.lacking = [str(self._steps[k]) for k in sorted(lacking)]
+        return here - self.steps - lacking

@@ -1,0 +1,153 @@
+"""Training by Trainer and accelerate, with a model, or with a pipe of it over ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import torchweft as weft
+from tests.pipeline.split.zoo import gpt2
+from torchweft.pipeline.processes import hugging_face
+
+Wrap = Callable[[nn.Module], Any]
+
+
+def causal_loss(logits: Tensor, labels: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Tensor:
+    """The loss of Hugging Face, without its cast to float32."""
+    shifted = labels[:, 1:]
+    total = functional.cross_entropy(logits[:, :-1].flatten(0, 1), shifted.flatten(), reduction="sum")
+    return total / ((shifted != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def sentences(count: int) -> list[dict[str, Tensor]]:
+    tokens = torch.randint(3, 50, (count, 9), generator=torch.Generator().manual_seed(count))
+    labels = [row.masked_fill(torch.arange(9) < number % 4, -100) for number, row in enumerate(tokens)]
+    return [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
+
+
+def language_model() -> Any:
+    torch.manual_seed(0)
+    model: Any = gpt2(layers=2).double()
+    model.loss_function = causal_loss
+    return model
+
+
+def unchanged(model: nn.Module) -> nn.Module:
+    return model
+
+
+def over_ranks(model: nn.Module) -> weft.Pipe:
+    return weft.Pipe(model, chunks=2, split=["transformer.h.1"], group=dist.group.WORLD)
+
+
+def train(folder: str, wrap: Wrap = over_ranks, resume: str | None = None) -> list[dict[str, float]]:
+    """The numbers that Trainer logs, with clipping, accumulation, evaluation, and the best of several checkpoints."""
+    import transformers  # noqa: PLC0415 - an extra
+
+    arguments = transformers.TrainingArguments(
+        folder,
+        **{"use_cpu": True, "disable_tqdm": True, "report_to": [], "max_steps": 4, "logging_steps": 1},
+        **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": 1e-2},
+        **{"max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "weight_decay": 0.1},
+        **{"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True},
+    )
+    model = wrap(language_model())
+    trainer = transformers.Trainer(model, arguments, train_dataset=sentences(22), eval_dataset=sentences(6))
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/saved")
+    predicted = trainer.predict(sentences(6))
+    scores = {"rows": len(predicted.predictions), "sum": float(predicted.predictions.sum()), **trainer.evaluate()}
+    wanted = ("loss", "eval_loss", "grad_norm", "rows", "sum")
+    return [{key: log[key] for key in wanted if key in log} for log in [*trainer.state.log_history, scores]]
+
+
+def loop(folder: str, replicas: int, piped: bool = True) -> dict[str, Any]:
+    """An ordinary loop of accelerate. Without `piped`, each process has the whole model."""
+    import accelerate  # noqa: PLC0415 - an extra
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.utils.set_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    rows = TensorDataset(torch.randn(42, 6).double(), torch.randint(3, (42,)))
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: Any = plain
+    if piped:
+        shape = replicas, dist.get_world_size() // replicas
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
+        model = weft.Pipe(plain, chunks=2, balance=[3, 2], group=mesh["pp"])
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
+    loaders = DataLoader(rows, 8 // replicas, shuffle=True), DataLoader(rows, 8 // replicas)
+    model, optimizer, scheduler, *loaders = accelerator.prepare(model, optimizer, scheduler, *loaders)
+    norms: list[float] = []
+
+    def epoch() -> None:
+        for x, y in loaders[0]:
+            with accelerator.accumulate(model):
+                accelerator.backward(functional.cross_entropy(model(x), y))
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    def weights() -> dict[str, Tensor]:
+        return {key: weight.clone() for key, weight in accelerator.get_state_dict(model).items()}
+
+    epoch()
+    accelerator.save_state(folder)
+    saved = weights()
+    epoch()
+    accelerator.load_state(folder)
+    loaded = weights()
+    with torch.no_grad():
+        chosen = [accelerator.gather_for_metrics((model(x).argmax(-1), y)) for x, y in loaders[1]]
+    counts = [len(y) for _, y in chosen]
+    return {"norms": norms, "saved": saved, "loaded": loaded, "rate": scheduler.get_last_lr(), "counts": counts}
+
+
+def save_both(folder: str) -> None:
+    """The files of the pipe, and those of the model that it wraps."""
+    model = language_model()
+    pipe = over_ranks(model)
+    pipe.save_pretrained(f"{folder}/pipe")
+    model.save_pretrained(f"{folder}/model")
+
+
+def save_into_file(path: str) -> str:
+    """The error of each rank if the first one cannot write."""
+    pipe = over_ranks(language_model())
+    try:
+        pipe.save_pretrained(f"{path}/inside")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def wrap_in_ddp() -> None:
+    DistributedDataParallel(over_ranks(language_model()))
+
+
+def sampler_of_all_processes() -> None:
+    import accelerate  # noqa: PLC0415 - an extra
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    pipe = over_ranks(language_model())
+    loader = DataLoader(sentences(4), 2, sampler=DistributedSampler(sentences(4)))
+    accelerate.Accelerator(cpu=True).prepare(pipe, loader)
+
+
+def loader_before_the_pipe() -> None:
+    import accelerate  # noqa: PLC0415 - an extra
+
+    hugging_face._pipes.clear()  # errors of earlier tests can keep pipes
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(DataLoader(sentences(4), 2))
+    accelerator.prepare(over_ranks(language_model()))
