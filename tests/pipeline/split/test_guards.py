@@ -120,7 +120,7 @@ def test_python_result_of_a_block_is_refused() -> None:
 
     model = Between(lambda self, x: self.counting(x)[0] * self.counting(x)[1])
     model.counting = Counting()
-    with pytest.raises(BatchError, match="counting returns . together with tensors"):
+    with pytest.raises(BatchError, match=r"counting returns . together with tensors"):
         cut(model, chunks=8, verify=False)(torch.randn(8, 4))
 
 

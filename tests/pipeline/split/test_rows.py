@@ -118,7 +118,9 @@ class Balanced(nn.Module):
 def test_balancing_losses_of_blocks_are_refused_by_name() -> None:
     """A rule for them has to be stated, and is compared with the model."""
     for _ in range(2):
-        with pytest.raises(BatchError, match=r"(?s)loss_reduction='mean' \(by rows\) or 'sum':.*blocks\.0 makes a tensor of shape \(\)"):
+        with pytest.raises(
+            BatchError, match=r"(?s)loss_reduction='mean' \(by rows\) or 'sum':.*blocks\.0 makes a tensor of shape \(\)"
+        ):
             cut(Balanced(used=True))(torch.randn(8, 4))
     with pytest.raises(BatchError, match="loss_reduction='mean' is stated"):
         cut(Balanced(used=True), loss_reduction="mean")(torch.randn(8, 4))

@@ -320,7 +320,10 @@ class SplitModel:
         for runs_hooks in (False, True):
             program.expected.runs_hooks = runs_hooks
             # Without its hooks, forward() can lack what they collect, and then it does something else, or raises.
-            with undisturbed(self.model, self.devices), suppress(ForwardChanged, Exception):
+            with (
+                undisturbed(self.model, self.devices, self._recorder.modules.open),
+                suppress(ForwardChanged, Exception),
+            ):
                 self._compare_calls(program, copies(leaves), structure)
                 return
         program.expected.runs_hooks = False

@@ -94,7 +94,7 @@ def run_for_numbers(recorder: ForwardRecorder, recording: Recording, call: Any) 
     kept = {inner for module in computes if module is not None for inner in module.modules()}
     quiet = [m for m in recorder.model.modules() if m.training and m not in recorder.modules.open and m not in kept]
     tracked = torch.is_grad_enabled() and not recorder.watched
-    with undisturbed(recorder.model, recorder.devices), torch.set_grad_enabled(tracked):
+    with undisturbed(recorder.model, recorder.devices, recorder.modules.open), torch.set_grad_enabled(tracked):
         try:
             for module in quiet:  # not eval(), which a model can override, and which would reach open modules
                 module.training = False
