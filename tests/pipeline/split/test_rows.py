@@ -31,7 +31,17 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            # The second recording repeats rows that are there, which changes no maximum.
+            marks=pytest.mark.xfail(strict=True, reason="a maximum over rows is not seen") if name == "largest" else (),
+        )
+        for name in MIXING
+    ],
+)
 def test_mixed_rows_are_refused_between_blocks(name: str, training: bool) -> None:
     """The error names the line, in every step. At the end of forward() and with chunks=1, they are exact."""
     mix = MIXING[name]
