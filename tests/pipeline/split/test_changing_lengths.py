@@ -14,6 +14,7 @@ import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal
 from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import gpt2
+from torchweft.core.errors import BatchError
 from torchweft.pipeline.microbatch import micro_sizes
 from torchweft.pipeline.split import split_model
 
@@ -107,12 +108,15 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return seen
 
 
-@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_code_that_depends_on_sizes_is_exact(code: Code) -> None:
-    """Outputs and gradients are those of the model, for any Python code on rows and lengths."""
-    model = Between(code)
+BY_ROWS = ("branch by rows", "rows and lengths")  # of the micro-batch
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_code_that_depends_on_sizes_is_exact(name: str) -> None:
+    """Outputs and gradients are those of the model for each micro-batch, for any Python code on rows and lengths."""
+    model = Between(CODES[name])
     plain = copy.deepcopy(model)
-    pipe = cut(model)
+    pipe = cut(model, verify=name not in BY_ROWS)
     for count, length in some_sizes(24):
         x = torch.randn(count, length, WIDTH)
         expected, result = plain_step(plain, x), pipe(x)
@@ -121,6 +125,16 @@ def test_code_that_depends_on_sizes_is_exact(code: Code) -> None:
             net.zero_grad()
             output.square().mean().backward()
         assert_gradients_equal(model, plain, 1e-10)
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_results_that_depend_on_the_number_of_rows_are_refused(name: str) -> None:
+    """Micro-batches would give other results than all rows. With one micro-batch, there is no difference."""
+    model, x = Between(CODES[name]), torch.randn(8, 5, WIDTH)
+    for _ in range(2):
+        with pytest.raises(BatchError, match=r"(?s)depends on other rows.*(test_changing_lengths\.py:\d+\)|second)"):
+            cut(model)(x)
+    assert_close(cut(model, chunks=1)(x), model(x))
 
 
 @pytest.mark.long
@@ -140,11 +154,11 @@ def test_lengths_of_a_language_model_are_exact(verified: list[object]) -> None:
 
 
 def test_sizes_alone_need_few_verifications(verified: list[object]) -> None:
-    """After three verified programs, the rest of their group is not verified until the steps 10, 100, ..."""
-    pipe = cut(Between(CODES["rows and lengths"]))
+    """After three verified programs, the rest of their group is not verified."""
+    pipe = cut(Between(CODES["float"]))
     for length in range(4, 24):
         pipe(torch.randn(8, length, WIDTH))
-    assert (len(verified), pipe.statistics()["recordings"]) == (4, 20)
+    assert (len(verified), pipe.statistics()["recordings"]) == (3, 20)
 
 
 def test_another_branch_is_verified_by_itself(verified: list[object]) -> None:

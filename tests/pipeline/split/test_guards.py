@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, rows
-from torchweft.core.errors import GuardError, InPlaceError, SplitError
+from torchweft.core.errors import BatchError, GuardError, InPlaceError, SplitError
 from torchweft.pipeline.split import program_cache, user_code
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -97,33 +97,41 @@ def test_decision_on_activations_is_refused_with_its_line() -> None:
         pipe(rows(2, 4))
 
 
-def test_a_shape_that_depends_on_data_is_a_guard() -> None:
-    def code(_: Between, x: Tensor) -> Tensor:
-        return x * x[x[:, 0] > 0].shape[0]
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_number_of_rows_that_depends_on_data_is_refused(verify: bool) -> None:
+    """Every step is refused in which the number for all rows is not that of the recording. Both recordings can have the
+    same number, because the rows that the second one repeats need not count."""
+    model = Between(lambda _, x: x * (1 + x[x[:, 0] > 0].shape[0]))
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(4))
+        model.first.bias.zero_()
+    x = torch.ones(8, 4)
+    x[::4, 0] = x[3::4, 0] = -1
+    pipe = cut(model, verify=verify)
+    for _ in range(2):
+        with pytest.raises(BatchError, match=r"(depends on other rows|calls mul .* with 5 instead of 3 for all rows)"):
+            pipe(x)
 
-    with pytest.raises(GuardError, match="getitem"):
-        cut(Between(code), chunks=8, verify=False)(torch.randn(8, 4))
 
-
-def test_python_result_of_a_block_is_a_guard() -> None:
+def test_python_result_of_a_block_is_refused() -> None:
     class Counting(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, int]:
             return x, int((x > 0).sum())
 
     model = Between(lambda self, x: self.counting(x)[0] * self.counting(x)[1])
     model.counting = Counting()
-    with pytest.raises(GuardError, match="counting"):
+    with pytest.raises(BatchError, match=r"counting returns . together with tensors"):
         cut(model, chunks=8, verify=False)(torch.randn(8, 4))
 
 
 def test_comparison_finds_python_that_no_recording_sees() -> None:
     calls = iter(range(1, 100))
     model = Between(lambda _, x: x * next(calls))
-    with pytest.raises(SplitError, match=r"first value that differs.*mul \(.*test_guards.py:\d+\).*verify=False"):
+    with pytest.raises(BatchError, match=r"(?s)verify=False.*mul \(.*test_guards.py:\d+\): its rows differ"):
         cut(model)(rows(4, 4))
     cut(model, verify=False)(rows(4, 4))
     first = iter([True])
-    with pytest.raises(SplitError, match="took another branch"):
+    with pytest.raises(BatchError, match="second: its rows differ"):
         cut(Between(lambda _, x: x * 2 if next(first, False) else x + 1))(rows(4, 4))
 
 
@@ -237,7 +245,10 @@ def test_a_write_through_a_view_into_another_stage_is_refused() -> None:
         cut(Writing())(rows(4, 4))
 
 
-def test_a_buffer_that_several_stages_count_in_is_refused() -> None:
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_buffer_that_counts_in_several_stages(reads: bool) -> None:
+    """It counts as in the undivided model, unless the code between blocks of a stage reads it between its writes."""
+
     class Counting(TwoBlocks):
         def __init__(self) -> None:
             super().__init__()
@@ -246,12 +257,20 @@ def test_a_buffer_that_several_stages_count_in_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             x = self.first(x)
-            x = self.second(x)
+            x = self.second(x * self.calls if reads else x)
             self.calls += 1
             return x * self.calls
 
-    with pytest.raises(InPlaceError, match="writes into 'calls'"):
-        cut(Counting())(rows(4, 4))
+    model = Counting()
+    plain = copy.deepcopy(model)
+    if reads:
+        with pytest.raises(InPlaceError, match="writes into 'calls'"):
+            cut(model)(rows(4, 4))
+        return
+    pipe = cut(model)
+    for _ in range(3):
+        assert_close(pipe(rows(4, 4)), plain(rows(4, 4)))
+    assert_close(model.calls, plain.calls)
 
 
 def test_split_points_that_make_no_stage_are_refused() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal
-from tests.pipeline.split.zoo import HUGGING, OWN, REFUSED, Dropping, Entry, gpt2, speech, wav2vec2
+from tests.pipeline.split.zoo import HUGGING, OWN, REFUSED, WHOLE, Dropping, Entry, gpt2, speech, wav2vec2
 from torchweft.core.errors import BatchError, SplitError
 from torchweft.core.pytree import flatten, unflatten
 from torchweft.pipeline.microbatch import plan_split
@@ -42,7 +42,7 @@ def entry(name: str) -> Entry:
 
 def looped(model: nn.Module, spec: Entry, inputs: dict[str, Any]) -> Tensor:
     """The loss of a plain loop over the same micro-batches. The gradients are left in the model."""
-    plan, leaves = plan_split(inputs, CHUNKS)
+    plan, leaves = plan_split(inputs, 1 if spec.whole else CHUNKS)
     total = torch.zeros(())
     for rows, piece in zip(plan.sizes, plan.split(leaves), strict=True):
         share = rows / sum(plan.sizes) if spec.reduction == "mean" else 1
@@ -141,6 +141,25 @@ def test_models_that_cannot_be_cut_exactly_are_refused(name: str) -> None:
     for _ in range(2):
         with pytest.raises((BatchError, SplitError), match=words):
             pipe(**inputs(8))
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", WHOLE)
+def test_losses_that_compare_rows_are_those_of_all_rows(name: str) -> None:
+    make, inputs, split = WHOLE[name]
+    torch.manual_seed(0)
+    model = make().train()
+    plain = copy.deepcopy(model)
+    pipe = weft.Pipe(model, chunks=CHUNKS, split=[split], devices=["cpu"] * 2)
+    for rows in (8, 7):
+        batch = inputs(rows)
+        plain.zero_grad()
+        pipe.zero_grad()
+        result, expected = pipe(**batch).loss, plain(**batch).loss
+        result.backward()
+        expected.backward()
+        assert_close(result, expected, 1e-10)
+        assert_gradients_equal(pipe, plain, 1e-10)
 
 
 @needs_transformers

@@ -99,12 +99,22 @@ class ExpectedCalls:
             nested = structure == step.structure
         if not nested or len(leaves) != len(step.leaves):
             return f"it calls {step} with other arguments"
-        for j, dependence in self._plain[k]:
-            if not follows(dependence, step.leaves[j], leaves[j], self.rows, rows):
-                return f"it calls {step} with {leaves[j]!r} instead of {step.leaves[j]!r}"
+        if (plain := self._fault_of_leaves(k, leaves, rows)) is not None:
+            return f"it {plain}"
         for j, value in self._reads[k]:
             if not self._is_value(value, leaves[j], values):
                 return f"it calls {step} with another tensor as argument {j}"
+        return None
+
+    def fault_of_plain(self, k: int, args: Any, kwargs: dict[str, Any], rows: int) -> str | None:
+        """The difference of the plain arguments of a call from those of step `k`, in words."""
+        return self._fault_of_leaves(k, self.leaves_of(k, args, kwargs), rows)
+
+    def _fault_of_leaves(self, k: int, leaves: Sequence[Any], rows: int) -> str | None:
+        step = self.steps[k]
+        for j, dependence in self._plain[k]:
+            if not follows(dependence, step.leaves[j], leaves[j], self.rows, rows):
+                return f"calls {step} with {leaves[j]!r} instead of {step.leaves[j]!r}"
         return None
 
     def tolerate(self, k: int) -> bool:

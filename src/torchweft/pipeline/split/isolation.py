@@ -4,7 +4,7 @@ A deep copy of the model would need twice the memory, and code that holds refere
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -50,16 +50,21 @@ def _unseen() -> Generator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Generator[None]:
+def undisturbed(
+    model: nn.Module, devices: Iterable[torch.device] = (), open_modules: Collection[nn.Module] = ()
+) -> Generator[None]:
     """Context in which a run leaves no trace in the model and in PyTorch's generators.
 
-    The model has copies of its buffers inside. Numbers and tensors that modules store are restored at the end. The
-    caller's modes and hooks do not see the run. Inference mode is off inside, so set the grad mode after entering.
+    The model has copies of its buffers inside. Numbers and tensors that modules store are restored at the end, and all
+    attributes of `open_modules`, because their forward() writes these again in the step itself. The caller's
+    modes and hooks do not see the run. Inference mode is off inside, so set the grad mode after entering.
     """
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
     of_modules = [value for *_, held in before for value in held.values() if type(value) is torch.Generator]
     sources = [*generators_of(devices), *of_modules]
     drawn = get_states(sources)
+    # For all modules, because a run can open some.
+    restores = {module: keep_attributes([module]) for module, *_ in before}
     try:
         # Inference mode ends before buffers are copied. Copies made in it could not be written to under autograd.
         with torch.inference_mode(False), _unseen():
@@ -78,6 +83,8 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
             for key in stored:
                 del now[key]
             now.update({k: value for k, value in held.items() if k in stored or type(value) in (int, float)})
+        for module in restores.keys() & {*open_modules}:
+            restores[module]()
 
 
 def keep_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:

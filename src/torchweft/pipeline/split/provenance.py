@@ -33,6 +33,9 @@ from torchweft.pipeline.split.recording import (
 )
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+# The operator by which a tensor of foreign memory appears, as that of torch.from_numpy. Function modes see it only
+# under a dispatch mode, so it is not a step. Its result is a constant.
+LIFT: Any = torch.ops.aten.lift_fresh.default
 _SHARED = (
     "blocks share tensors through it, which stages cannot see; let blocks take and return them in a tuple, list or "
     "dict, or cut at a point where no tensors are shared (Gemma-3n's layers share keys and values)"
@@ -69,7 +72,7 @@ class ValueProvenanceMode(TorchDispatchMode):
         for k, tag in enumerate(_tags(func)):
             self.flags[k] |= tag
         for x in cast("Iterable[Any]", result) if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and not (func is LIFT and self._block is None):
                 self.origins[id(x)] = (weakref.ref(x), self._block)
         return cast(Any, result)
 

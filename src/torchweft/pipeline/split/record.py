@@ -42,7 +42,7 @@ from torchweft.pipeline.split.program import (
     moved,
     perform,
 )
-from torchweft.pipeline.split.provenance import Observed, RunValues, ValueProvenanceMode
+from torchweft.pipeline.split.provenance import LIFT, Observed, RunValues, ValueProvenanceMode
 from torchweft.pipeline.split.recording import (
     HERE,
     SHAPES,
@@ -140,7 +140,8 @@ class ForwardRecorder:
         # With a graph, so that autograd functions are seen. It saves no tensors, because nothing runs it backward.
         tracked = torch.is_grad_enabled()
         saved = saved_tensors_hooks(lambda _: None, lambda x: x) if tracked else nullcontext()
-        with undisturbed(self.model, self.devices), torch.set_grad_enabled(tracked), saved:
+        quiet = undisturbed(self.model, self.devices, self.modules.open)
+        with quiet, torch.set_grad_enabled(tracked), saved:
             # All tensors of the run belong to this object and are freed with it. Nothing must refer back to it.
             run = _ForwardRun(self, list(zip(names, leaves, strict=True)), keep)
             before = [(module, dict(module._buffers), dict(vars(module))) for module in self.modules.open]
@@ -210,7 +211,7 @@ class _ForwardRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside:
+        if self._inside or func is LIFT:
             return func(*args, **kwargs)
         if func in _REFUSED:
             raise self._modules.refusal(f"forward {_REFUSED[func]}")

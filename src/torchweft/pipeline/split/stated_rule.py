@@ -92,9 +92,11 @@ def run_for_numbers(recorder: ForwardRecorder, recording: Recording, call: Any) 
         if step.module is not None and any(value and value.form and not value.form.shape for value in step.makes)
     }
     kept = {inner for module in computes for inner in module.modules()}
-    quiet = [m for m in recorder.model.modules() if m.training and m not in recorder.modules.open and m not in kept]
+    # Only modules that run as blocks. Open code can read the flags of others, such as that of a criterion.
+    blocks = {inner: None for step in recording.steps if step.module is not None for inner in step.module.modules()}
+    quiet = [m for m in blocks if m.training and m not in recorder.modules.open and m not in kept]
     tracked = torch.is_grad_enabled() and not recorder.watched
-    with undisturbed(recorder.model, recorder.devices), torch.set_grad_enabled(tracked):
+    with undisturbed(recorder.model, recorder.devices, recorder.modules.open), torch.set_grad_enabled(tracked):
         try:
             for module in quiet:  # not eval(), which a model can override, and which would reach open modules
                 module.training = False

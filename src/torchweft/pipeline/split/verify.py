@@ -55,7 +55,7 @@ def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Se
     # A backward through a remote expert would train it on its server.
     trains = any(isinstance(module, StepsInBackward) for module in model.modules())
     tracked = torch.is_grad_enabled() and not recorder.mixed and not trains
-    with undisturbed(model, recorder.devices), torch.set_grad_enabled(tracked):
+    with undisturbed(model, recorder.devices, recorder.modules.open), torch.set_grad_enabled(tracked):
         result, structure = flatten(call(inputs))
         values: dict[str, Any] = dict(zip(structure_paths(structure, "output"), result, strict=True))
         values |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
@@ -85,7 +85,7 @@ def _find_first_difference(
         if (before.name, before.where) != (now.name, now.where):
             return f"forward() took another branch: to {now} now, and to {before} when it was recorded"
     first: str | None = None
-    with undisturbed(recorder.model, recorder.devices), torch.no_grad():
+    with undisturbed(recorder.model, recorder.devices, recorder.modules.open), torch.no_grad():
         values = program.given(copies(leaves), partial(tensor_of, recorder.model), steps)
         # To the end, also after a difference, because other ranks can take part in every step.
         for step, now in zip(steps, again.steps, strict=False):

@@ -176,6 +176,10 @@ class WholeForward(TorchFunctionMode):
             if self._tail.ways[k] != "answer":
                 continue
             if expected.is_call(k, function, module) and expected.takes_answers(k, args, kwargs, self._values):
+                # The stages have run already, with the plain arguments of the recording.
+                fault = None if self._branch else expected.fault_of_plain(k, args, kwargs, self._rows)
+                if fault is not None:
+                    raise self._change(fault)
                 self._at = k + 1
                 return k
             if self._served:
