@@ -52,6 +52,29 @@ def test_trainer_over_ranks_is_trainer_in_one_process(ranks, tmp_path: Path) -> 
     assert_logs_equal(seen, expected)
 
 
+@pytest.mark.long
+def test_script_of_the_tutorial_needs_only_a_group(ranks, tmp_path: Path) -> None:
+    expected = trainers.run_tutorial(str(tmp_path / "alone"), False)
+    for seen in ranks(2).run(trainers.run_tutorial, str(tmp_path / "spread"), True):
+        for key in ("loss", "eval"):
+            assert seen[key] == pytest.approx(expected[key], rel=TOLERANCE)
+        assert_close(seen["weights"], expected["weights"], TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["lora", "sft"])
+def test_adapters_train_as_in_one_process(ranks, kind: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file  # noqa: PLC0415 - an extra
+
+    pytest.importorskip("trl", reason="there is no TRL; the extra `lora` brings it", exc_type=ImportError)
+    alone, spread = tmp_path / "alone", tmp_path / "spread"
+    expected = trainers.fine_tune(str(alone), kind, trainers.unchanged)
+    for seen in ranks(2).run(trainers.fine_tune, str(spread), kind, trainers.adapted_over_ranks):
+        assert seen == pytest.approx(expected, rel=TOLERANCE)
+    ours, theirs = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (spread, alone))
+    assert_close(ours, theirs, TOLERANCE)
+
+
 def assert_loops_equal(seen: dict[str, Any], expected: dict[str, Any]) -> None:
     assert seen["counts"] == expected["counts"] and sum(seen["counts"]) == 42
     assert seen["rate"] == expected["rate"]
