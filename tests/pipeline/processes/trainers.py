@@ -1,7 +1,7 @@
 """Training by Trainer and accelerate, with a model, or with a pipe of it over ranks."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import torchweft as weft
 from tests.pipeline.split.zoo import gpt2
@@ -111,6 +111,8 @@ def loop(folder: str, replicas: int, piped: bool = True) -> dict[str, Any]:
     with torch.no_grad():
         chosen = [accelerator.gather_for_metrics((model(x).argmax(-1), y)) for x, y in loaders[1]]
     counts = [len(y) for _, y in chosen]
+    texts = [accelerator.gather_for_metrics([str(int(label)) for label in y]) for _, y in loaders[1]]
+    assert [label for batch in texts for label in batch] == [str(int(label)) for _, y in chosen for label in y]
     return {"norms": norms, "saved": saved, "loaded": loaded, "rate": scheduler.get_last_lr(), "counts": counts}
 
 
@@ -196,6 +198,31 @@ def save_into_file(path: str) -> str:
 
 def wrap_in_ddp() -> None:
     DistributedDataParallel(over_ranks(language_model()))
+
+
+class Counting(IterableDataset[Tensor]):
+    """Rows that have no length, which accelerate reads on the first process and sends."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(11.0))
+
+
+def streamed_rows() -> list[float]:
+    import accelerate  # noqa: PLC0415 - an extra
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    pipe = over_ranks(language_model())
+    _, loader = accelerate.Accelerator(cpu=True).prepare(pipe, DataLoader(Counting(), 3))
+    return torch.cat([*loader]).tolist()
+
+
+def scaled_loss() -> None:
+    import accelerate  # noqa: PLC0415 - an extra
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # as for fp16, which accelerate has on GPUs only
+    accelerator.prepare(over_ranks(language_model()))
 
 
 def sampler_of_all_processes() -> None:
