@@ -1,6 +1,7 @@
 """Training by Trainer and accelerate, with a model, or with a pipe of it over ranks."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import torchweft as weft
 from tests.pipeline.split.zoo import gpt2
+from tests.processes import ROOT
 from torchweft.pipeline.processes import hugging_face
 
 Wrap = Callable[[nn.Module], Any]
@@ -109,7 +111,71 @@ def loop(folder: str, replicas: int, piped: bool = True) -> dict[str, Any]:
     with torch.no_grad():
         chosen = [accelerator.gather_for_metrics((model(x).argmax(-1), y)) for x, y in loaders[1]]
     counts = [len(y) for _, y in chosen]
+    texts = [accelerator.gather_for_metrics([str(int(label)) for label in y]) for _, y in loaders[1]]
+    assert [label for batch in texts for label in batch] == [str(int(label)) for _, y in chosen for label in y]
     return {"norms": norms, "saved": saved, "loaded": loaded, "rate": scheduler.get_last_lr(), "counts": counts}
+
+
+def run_tutorial(folder: str, over_ranks: bool) -> dict[str, Any]:
+    """Train, evaluate, save and load as the page of the tutorial does, in float64 and with fewer steps."""
+    page = (ROOT / "docs" / "tutorials" / "hugging_face.md").read_text("utf-8")
+    model, cut, training, _, saving = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[:5]
+    changes = {"max_steps=40": "max_steps=4", "tempfile.mkdtemp()": repr(folder)}
+    if over_ranks:
+        changes['devices=["cpu", "cpu"]'] = "group=torch.distributed.group.WORLD"
+    program = "\n".join([model, cut, training, saving])
+    for before, after in changes.items():
+        assert before in program
+        program = program.replace(before, after)
+    names: dict[str, Any] = {}
+    torch.set_default_dtype(torch.float64)
+    try:
+        exec(program, names)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    weights = {key: x.clone() for key, x in names["plain"].state_dict().items()}
+    return {"loss": names["result"].training_loss, "eval": names["metrics"]["eval_loss"], "weights": weights}
+
+
+def fine_tune(folder: str, kind: str, wrap: Wrap) -> list[float]:
+    """The losses and norms of training adapters, by Trainer or by the SFTTrainer of TRL."""
+    import peft  # noqa: PLC0415 - an extra
+    import transformers  # noqa: PLC0415 - an extra
+    import trl  # noqa: PLC0415 - an extra
+
+    settings = {"use_cpu": True, "disable_tqdm": True, "report_to": [], "max_steps": 3, "logging_steps": 1}
+    settings |= {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.01}
+    adapter = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    model = wrap(peft.get_peft_model(language_model(), adapter))
+    rows = [{"input_ids": row["input_ids"].tolist(), "labels": row["input_ids"].tolist()} for row in sentences(20)]
+    if kind == "lora":
+        trainer: Any = transformers.Trainer(
+            model, transformers.TrainingArguments(folder, **settings), train_dataset=tensors_of(rows)
+        )
+    else:
+        import datasets  # noqa: PLC0415 - an extra
+        import tokenizers  # noqa: PLC0415 - an extra
+
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(k): k for k in range(50)}, unk_token="0"))
+        trainer = trl.SFTTrainer(
+            model,
+            trl.SFTConfig(folder, bf16=False, **settings),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=transformers.PreTrainedTokenizerFast(
+                tokenizer_object=words, eos_token="1", pad_token="2", unk_token="0"
+            ),
+        )
+    trainer.train()
+    trainer.save_model(f"{folder}/adapter")
+    return [log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")]
+
+
+def tensors_of(rows: list[dict[str, list[int]]]) -> list[dict[str, Tensor]]:
+    return [{key: torch.tensor(row) for key, row in of_row.items()} for of_row in rows]
+
+
+def adapted_over_ranks(model: nn.Module) -> weft.Pipe:
+    return weft.Pipe(model, chunks=2, split=["base_model.model.transformer.h.1"], group=dist.group.WORLD)
 
 
 def save_both(folder: str) -> None:
@@ -132,6 +198,31 @@ def save_into_file(path: str) -> str:
 
 def wrap_in_ddp() -> None:
     DistributedDataParallel(over_ranks(language_model()))
+
+
+class Counting(IterableDataset[Tensor]):
+    """Rows that have no length, which accelerate reads on the first process and sends."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(11.0))
+
+
+def streamed_rows() -> list[float]:
+    import accelerate  # noqa: PLC0415 - an extra
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    pipe = over_ranks(language_model())
+    _, loader = accelerate.Accelerator(cpu=True).prepare(pipe, DataLoader(Counting(), 3))
+    return torch.cat([*loader]).tolist()
+
+
+def scaled_loss() -> None:
+    import accelerate  # noqa: PLC0415 - an extra
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # as for fp16, which accelerate has on GPUs only
+    accelerator.prepare(over_ranks(language_model()))
 
 
 def sampler_of_all_processes() -> None:

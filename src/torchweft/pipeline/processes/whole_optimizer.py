@@ -54,7 +54,7 @@ class WholeOptimizer:
 
     @contextmanager
     def whole(self, optimizer: Optimizer) -> Generator[None]:
-        """All ranks enter together. The first one then needs memory for the state of the whole model."""
+        """All ranks enter and leave together. The first one needs memory for the state of the whole model."""
         state: Mapping[int, Any] = optimizer.state_dict()["state"]
         local = {name: state[k] for k, name in enumerate(chain.from_iterable(self._local)) if k in state}
         gathered = self._layout.gather("the saving of an optimizer", local)
@@ -64,6 +64,7 @@ class WholeOptimizer:
             yield
         finally:
             self._states = None
+        self._layout.exchange_reports("the end of saving", None)  # files are complete on all ranks
 
     def _number_all(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._states is None:
