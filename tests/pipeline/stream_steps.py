@@ -244,7 +244,8 @@ class Pipeline:
         if last > 1:
             routes.append(Route("skip", 0, (last,)))
             self.stages[0].outputs = 2
-        place = StageDevice if type(executor) is SerialExecutor else CudaStageDevice
+        own_streams = executor.by_time or type(executor) is not SerialExecutor
+        place = CudaStageDevice if own_streams else StageDevice
         self.plan = SimpleNamespace(
             places=tuple(place(device) for device in devices),
             executor=executor,
