@@ -148,7 +148,7 @@ class OneInput:
     def __init__(self, machine: Machine, tensor: OnGpu, count: int) -> None:
         self.machine, self.tensors, self.micro_batches = machine, [tensor], count
 
-    def leaves(self) -> list[list[OnGpu]]:
+    def leaves(self, upload: Any) -> list[list[OnGpu]]:
         return [[self.machine.kernel("cut", x.device, x)] for x in self.tensors * self.micro_batches]
 
     def gradients(self, pieces: Any) -> list[OnGpu]:
