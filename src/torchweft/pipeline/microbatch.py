@@ -314,7 +314,7 @@ class MiniBatch:
             )
         return plan, leaves, structures
 
-    def leaves(self, upload: Callable[[int, Tensor], Tensor] = lambda _, tensor: tensor) -> list[list[Any]]:
+    def leaves(self, upload: Callable[[int, Tensor], Tensor] | None = None) -> list[list[Any]]:
         """The parts of every micro-batch, as leaves. Raises SpecError for an object that hides a trainable tensor.
         `upload` gets the number of a part and each whole tensor that is cut, and returns it where it is needed."""
         for leaf in self._leaves:
@@ -325,7 +325,7 @@ class MiniBatch:
             self._nested(
                 [detached_leaf(x, t) if isinstance(x, Tensor) else x for x, t in zip(piece, tracked, strict=True)]
             )
-            for piece in self.split.split(self._uploaded(upload))
+            for piece in self.split.split(self._leaves if upload is None else self._uploaded(upload))
         ]
 
     def _uploaded(self, upload: Callable[[int, Tensor], Tensor]) -> list[Any]:

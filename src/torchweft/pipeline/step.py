@@ -535,7 +535,8 @@ class CutStep:
         contexts = [MicroBatchContext(i, step.ambient, rng, {}, count, borrowed) for i in range(count)]
         workers = step.schedule.worker_of
         state = StepState(plan.wiring, self._segments, contexts, step.keeps, plan.places, self._observer, rng, workers)
-        given = plan.entry_points.enter(step.mini_batch.leaves(self._upload), streams=any(plan.places))
+        moves = any(plan.places)
+        given = plan.entry_points.enter(step.mini_batch.leaves(self._upload if moves else None), streams=moves)
         if self._seed is None:
             return self._walk(state, step.schedule.forward_only, given), state, []
         seeds = step.output.scatter_gradients([self._seed.value.to(plan.stages[-1].device)])
