@@ -148,7 +148,7 @@ class OneInput:
     def __init__(self, machine: Machine, tensor: OnGpu, count: int) -> None:
         self.machine, self.tensors, self.micro_batches = machine, [tensor], count
 
-    def leaves(self) -> list[list[OnGpu]]:
+    def leaves(self, upload: Any) -> list[list[OnGpu]]:
         return [[self.machine.kernel("cut", x.device, x)] for x in self.tensors * self.micro_batches]
 
     def gradients(self, pieces: Any) -> list[OnGpu]:
@@ -244,7 +244,8 @@ class Pipeline:
         if last > 1:
             routes.append(Route("skip", 0, (last,)))
             self.stages[0].outputs = 2
-        place = StageDevice if type(executor) is SerialExecutor else CudaStageDevice
+        own_streams = executor.by_time or type(executor) is not SerialExecutor
+        place = CudaStageDevice if own_streams else StageDevice
         self.plan = SimpleNamespace(
             places=tuple(place(device) for device in devices),
             executor=executor,

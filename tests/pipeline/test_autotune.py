@@ -15,7 +15,7 @@ NAMES = ("serial", "uncut", "threads")
 
 def make_tuner(candidates: int = 2) -> LayoutTuner:
     """Tuner of the first layouts in `NAMES`."""
-    return LayoutTuner("auto", 2 if candidates > 2 else 1, one_device=True, uncut=True)
+    return LayoutTuner("auto", 2 if candidates > 2 else 1, serial=True, uncut=True)
 
 
 def take_steps(choice: LayoutTuner, *seconds: float, kind: str = "step") -> list[str]:
@@ -80,10 +80,10 @@ def test_a_choice_that_becomes_slow_is_measured_again() -> None:
 
 
 def test_recomputation_or_several_devices_are_never_merged() -> None:
-    recomputing = LayoutTuner("auto", 3, one_device=True, uncut=False)
+    recomputing = LayoutTuner("auto", 3, serial=True, uncut=False)
     recomputing.fixed = "serial"
     assert recomputing.pick("kind", watched=False) == ("serial", None)
-    assert LayoutTuner("auto", 3, one_device=False, uncut=False).pick("kind", watched=False)[0] == "threads"
+    assert LayoutTuner("auto", 3, serial=False, uncut=False).pick("kind", watched=False)[0] == "threads"
 
 
 def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import schedules as peer
 from tests.strategies import any_schedules, valid_schedules
 from tests.type_checks import without_type_checks
 from torchweft.core.errors import ScheduleError
+from torchweft.pipeline.actions import waits
 from torchweft.pipeline.schedule import (
     Action,
     Schedule,
@@ -105,6 +106,20 @@ def test_forward_and_backward_are_parts_that_can_run_alone(schedule: Schedule) -
     assert len(forward.order) + len(backward.order) == len(schedule.order)
     cut = tuple(f + b for f, b in zip(forward.workers, backward.workers, strict=True))
     assert schedule.allows_external_loss == (cut == schedule.workers)
+
+
+@given(any_schedules())
+def test_launch_order_keeps_rows_and_dependencies(schedule: Schedule) -> None:
+    order = schedule.launch_order
+    rows = [tuple(action for worker, action in order if worker == number) for number in range(len(schedule.workers))]
+    assert tuple(rows) == schedule.workers
+    place = {action: at for at, (_, action) in enumerate(order)}
+    assert all(place[need] < at for action, at in place.items() for need in waits(schedule.workers)[action])
+
+
+def test_launch_order_feeds_all_workers_in_turn() -> None:
+    order = [str(action) for _, action in gpipe(4, 4).launch_order]
+    assert order.index("0F1") < order.index("2F0") and order.index("0F2") < order.index("3F0")
 
 
 @given(any_schedules())

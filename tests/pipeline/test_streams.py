@@ -8,22 +8,24 @@ allocator of CUDA. `test_device.py` tests those on a GPU.
 import gc
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.pipeline.stream_steps import Pipeline, ShuffledExecutor, with_own_streams
 from tests.pipeline.streams import Machine, OnGpu, Stream, in_a_thread
 from torchweft.core.context import ExecutionContext
 from torchweft.core.segment import MicroBatchContext
-from torchweft.pipeline import routing, step
+from torchweft.pipeline import recompute, routing, step
 from torchweft.pipeline.autotune import _micro_batch
 from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
-from torchweft.pipeline.pipeline_plan import PipelinePlan
+from torchweft.pipeline.pipe_runtime import Plans
+from torchweft.pipeline.pipeline_plan import PipelinePlan, build_stages
 from torchweft.pipeline.routing import (
     OUTSIDE,
     CallerStreams,
@@ -110,12 +112,25 @@ EASIER = {
     "serial": Case("three", executor=SerialExecutor, own=True, options={"keep": "inputs"}),
     "serial 1f1b": Case("two", "1f1b", SerialExecutor, own=True),
     "serial on one device": Case("one", executor=SerialExecutor, own=True),
+    "one launching thread": Case("three", executor=partial(SerialExecutor, by_time=True), own=True),
+    "one launching thread 1f1b": Case("two", "1f1b", partial(SerialExecutor, by_time=True), options={"strided": True}),
 }
 
 
 @pytest.mark.parametrize("case", EASIER)
 def test_steps_in_other_surroundings_have_no_race(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     assert not EASIER[case].faults(monkeypatch)
+
+
+@pytest.mark.parametrize(("second", "launches"), [("cuda:0", False), ("cuda:1", True), ("cpu", False)])
+def test_one_thread_uses_streams_on_several_gpus(monkeypatch: pytest.MonkeyPatch, second: str, launches: bool) -> None:
+    Machine(monkeypatch)
+    monkeypatch.setattr(recompute, "generators_of", lambda _: [])
+    devices = [torch.device("cuda:0"), torch.device(second)]
+    stages, crossing = build_stages([("0", nn.Identity()), ("1", nn.Identity())], [1, 1], devices)
+    plan = Plans(stages, crossing, None).plan("serial", with_loss=False)
+    assert plan.executor.by_time is launches
+    assert [isinstance(place, CudaStageDevice) for place in plan.places] == [launches] * 2
 
 
 def test_the_order_of_threads_makes_no_race(monkeypatch: pytest.MonkeyPatch) -> None:

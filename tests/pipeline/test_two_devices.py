@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pipeline.pipe_cases import Early, Late, chain, rows
-from torchweft import Pipe
+from torchweft import NoChunk, Pipe
 from torchweft.core.pytree import flatten, unflatten
 from torchweft.core.segment import detached_leaf
 from torchweft.pipeline import pipe_runtime as engine
@@ -44,6 +44,12 @@ class CopyingDevice(StageDevice):
         leaves, structure = flatten(super().receive(message))
         copies = [detached_leaf(x.detach().clone(), x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
         return unflatten(structure, copies)
+
+    uploads = 0
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        CopyingDevice.uploads += 1
+        return tensor.detach().clone()
 
 
 def plan_with_copies(*args: Any, **options: Any) -> PipelinePlan:
@@ -116,6 +122,23 @@ def assert_trains_alike(
 def squares(model: nn.Module, step: int, device: str) -> Tensor:
     """The mean square of the outputs of 7 rows."""
     return model(rows(7, 4, seed=step).to(device)).square().mean()
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_a_mini_batch_is_copied_once(monkeypatch: pytest.MonkeyPatch, executor: Any) -> None:
+    """And not once per micro-batch, except for a tensor that every micro-batch gets whole."""
+    monkeypatch.setattr(engine, "staged_plan", plan_with_copies)
+    monkeypatch.setattr(CopyingDevice, "uploads", 0)
+    options: Any = {"chunks": 3, "devices": ["cpu", "cpu"], "balance": [1, 1], "executor": executor}
+    pipe = Pipe(nn.Sequential(Scaled(), nn.Linear(4, 4)).double(), loss=nn.functional.mse_loss, **options)
+    x = rows(7, 4).requires_grad_()
+    pipe(x, NoChunk(torch.ones(4).double()), target=rows(7, 4)).backward()
+    assert CopyingDevice.uploads == 2 and x.grad is not None  # the input and the target
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
 
 
 @every_executor

@@ -1,6 +1,6 @@
 """The choice of how the next step of a pipe runs, for ``executor="auto"``, by measuring the user's own steps.
 
-    serial    every stage a segment, in the caller's thread
+    serial    every stage a segment, in the caller's thread; on several GPUs, with streams of its own
     threads   every stage a segment, in a thread of its own
     uncut     plain autograd over all micro-batches, in the caller's thread
 
@@ -120,9 +120,9 @@ class _Trial:
 class LayoutTuner:
     """Chooses the layout of each step by measuring. Steps of one `kind` take about the same time."""
 
-    def __init__(self, executor: str, stages: int, *, one_device: bool, uncut: bool) -> None:
+    def __init__(self, executor: str, stages: int, *, serial: bool, uncut: bool) -> None:
         self._executor = executor
-        rows = {"serial": one_device, "uncut": uncut, "threads": stages > 1}
+        rows = {"serial": serial, "uncut": uncut, "threads": stages > 1}
         self.candidates = [layout for layout, possible in rows.items() if possible]  # the simplest comes first
         self.fixed: str | None = None
         self._trials: dict[Hashable, _Trial] = {}

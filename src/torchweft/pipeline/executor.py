@@ -84,7 +84,15 @@ def working() -> Generator[None]:
 
 
 class SerialExecutor:
-    """Runs all actions in the caller's thread, the furthest micro-batch first. Base class of other executors."""
+    """Runs all actions in the caller's thread, the furthest micro-batch first. Base class of other executors.
+
+    With `by_time`, the thread launches work on several GPUs, and takes the action that can begin first. Launches do not
+    wait for the work, so the GPUs run at the same time although one thread feeds them."""
+
+    by_time = False
+
+    def __init__(self, *, by_time: bool = False) -> None:
+        self.by_time = by_time
 
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
@@ -102,7 +110,7 @@ class SerialExecutor:
         def steps() -> None:
             carried()
             with working():
-                for _, action in schedule.order:
+                for _, action in schedule.launch_order if self.by_time else schedule.order:
                     perform(action, queue, outboxes)
 
         ambient.run(steps)

@@ -15,7 +15,7 @@ Results that cannot be joined exactly are rejected: one number per micro-batch c
 """
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -316,8 +316,9 @@ class MiniBatch:
             )
         return plan, leaves, structures
 
-    def leaves(self) -> list[list[Any]]:
-        """The parts of every micro-batch, as leaves. Raises SpecError for an object that hides a trainable tensor."""
+    def leaves(self, upload: Callable[[int, Tensor], Tensor] | None = None) -> list[list[Any]]:
+        """The parts of every micro-batch, as leaves. Raises SpecError for an object that hides a trainable tensor.
+        `upload` gets the number of a part and each whole tensor that is cut, and returns it where it is needed."""
         for leaf in self._leaves:
             if not isinstance(leaf, Tensor):
                 reject_hidden(leaf, "an argument")
@@ -326,7 +327,17 @@ class MiniBatch:
             self._nested(
                 [detached_leaf(x, t) if isinstance(x, Tensor) else x for x, t in zip(piece, tracked, strict=True)]
             )
-            for piece in self.split.split(self._leaves)
+            for piece in self.split.split(self._leaves if upload is None else self._uploaded(upload))
+        ]
+
+    def _uploaded(self, upload: Callable[[int, Tensor], Tensor]) -> list[Any]:
+        numbers = [
+            k for k, nesting in zip(self.present, self._structures, strict=True) for _ in range(nesting.num_leaves)
+        ]
+        # A tensor that every micro-batch gets whole is copied for each, because a layer can write to its copy.
+        return [
+            leaf if axis is None else upload(number, leaf)
+            for number, leaf, axis in zip(numbers, self._leaves, self.split.axes, strict=True)
         ]
 
     def pieces(self) -> list[list[Any]]:

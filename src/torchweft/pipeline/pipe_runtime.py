@@ -77,7 +77,8 @@ class Plans:
         self._stages, self._crossing, self._loss = stages, crossing, loss
         # A number, so that traces tell two pipes apart. The threads start at the first walk.
         self._threads = ThreadExecutor(f"pipe{next(_numbers)}")
-        self._serial = SerialExecutor()
+        self._several_gpus = several_gpus([stage.device for stage in stages])
+        self._serial, self._launcher = SerialExecutor(), SerialExecutor(by_time=True)
         self._plans: dict[tuple[str, bool], PipelinePlan] = {}
         self._search_turns: dict[int, SearchTurns] = {}
 
@@ -85,9 +86,11 @@ class Plans:
         key = (layout, with_loss)
         if key not in self._plans:
             loss = self._loss if with_loss else None
-            executor = self._threads if layout == "threads" else self._serial
-            # Only threads get streams of their own. One thread runs all stages on the stream of the caller.
-            streams, cut = layout == "threads", layout in ("serial", "threads")
+            # On one GPU, one thread runs all stages on the stream of the caller. On several, each stage has streams of
+            # its own, or a copy between two GPUs would hold up both.
+            launches = layout == "serial" and self._several_gpus
+            executor = self._threads if layout == "threads" else self._launcher if launches else self._serial
+            streams, cut = layout == "threads" or launches, layout in ("serial", "threads")
             self._plans[key] = staged_plan(self._stages, self._crossing, executor, loss, streams=streams, cut=cut)
         return self._plans[key]
 
@@ -195,7 +198,8 @@ class PipeRuntime:
         self._clock = partial(time_after, frozenset(devices))
         one_device = len(set(devices)) == 1
         uncut = one_device and allows_external_loss and self._keep_rules.never_recomputes
-        self.layouts = LayoutTuner(executor, len(devices), one_device=one_device, uncut=uncut)
+        serial = one_device or several_gpus(devices)
+        self.layouts = LayoutTuner(executor, len(devices), serial=serial, uncut=uncut)
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
         return self.plans.plan(layout, with_loss=with_loss)
@@ -439,6 +443,10 @@ class PipeCall(NamedTuple):
     batch_tag: Any = None
     given: Any = None
     joined_axes: Any = None
+
+
+def several_gpus(devices: Sequence[torch.device]) -> bool:
+    return len(set(devices)) > 1 and all(device.type == "cuda" for device in devices)
 
 
 def on_meta(module: nn.Module) -> bool:

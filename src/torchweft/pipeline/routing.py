@@ -29,7 +29,7 @@ that share buffers pass them on with an event (`StreamLock`).
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -248,6 +248,24 @@ class StageDevice:
                 message.ready.synchronize()
         return _moved(tensor, self.device)
 
+    @cached_property
+    def copy(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A tensor of a mini-batch on this device. The host does not wait for the copy; the current stream does."""
+        # A copy per micro-batch would wait for the kernels of the micro-batch before it, and the host with it.
+        if self.device.type != "cuda" or type(tensor) is not Tensor or not tensor.is_cpu:
+            return tensor
+        # In memory of our own, because the caller can write to its tensor as soon as the pipe returns.
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
+        with torch.cuda.stream(self.copy):
+            moved = pinned.to(self.device, non_blocking=True)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.copy)
+        record_stream(moved, current)
+        return moved
+
     def send(self, value: Any) -> Message:
         return Message(value)
 
@@ -261,7 +279,6 @@ class CudaStageDevice(StageDevice):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.compute = torch.cuda.Stream(device)
-        self.copy = torch.cuda.Stream(device)
         self._source = cache(torch.cuda.Stream)
 
     def _arrive(self, tensor: Tensor, message: Message) -> Tensor:

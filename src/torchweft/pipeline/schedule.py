@@ -90,13 +90,8 @@ class Schedule:
         """A table for notebooks with a column per unit of time, as if all actions took equally long."""
         rows = [dict(enumerate(row)) for row in self.workers]
         if not any(find_faults(self.workers)):
-            rows = [dict[int, Action]() for _ in self.workers]
-            begins: dict[Action, int] = {}
-            waiting = waits(self.workers)
-            for worker, action in self.order:
-                before = [*(begins[need] for need in waiting[action]), *rows[worker]]
-                begins[action] = 1 + max(before, default=-1)
-                rows[worker][begins[action]] = action
+            begins = self._begins
+            rows = [{begins[action]: action for action in row} for row in self.workers]
         columns = 1 + max((place for row in rows for place in row), default=-1)
         cells = ["".join(_cell(row.get(place)) for place in range(columns)) for row in rows]
         lines = "".join(f"<tr><th>worker {worker}</th>{row}</tr>" for worker, row in enumerate(cells))
@@ -132,6 +127,24 @@ class Schedule:
         if stuck:
             raise ScheduleError(join_faults("the schedule has no valid order", stuck))
         return tuple(order)
+
+    @cached_property
+    def launch_order(self) -> tuple[tuple[int, Action], ...]:
+        """A serial order for one thread that launches work on several GPUs: by the time at which each action can begin,
+        so that no GPU waits for work while the thread is busy with another one."""
+        begins = self._begins
+        return tuple(sorted(self.order, key=lambda pair: begins[pair[1]]))
+
+    @cached_property
+    def _begins(self) -> dict[Action, int]:
+        """The time at which each action begins, if all actions take one unit of time."""
+        begins: dict[Action, int] = {}
+        free = [0] * len(self.workers)
+        waiting = waits(self.workers)
+        for worker, action in self.order:
+            begins[action] = max([free[worker], *(1 + begins[need] for need in waiting[action])])
+            free[worker] = 1 + begins[action]
+        return begins
 
     @cached_property
     def allows_external_loss(self) -> bool:

@@ -539,7 +539,8 @@ class CutStep:
         contexts = [MicroBatchContext(i, step.ambient, rng, {}, count, borrowed) for i in range(count)]
         workers = step.schedule.worker_of
         state = StepState(plan.wiring, self._segments, contexts, step.keeps, plan.places, self._observer, rng, workers)
-        given = plan.entry_points.enter(step.mini_batch.leaves(), streams=any(plan.places))
+        moves = any(plan.places)
+        given = plan.entry_points.enter(step.mini_batch.leaves(self._upload if moves else None), streams=moves)
         if self._seed is None:
             return self._walk(state, step.schedule.forward_only, given), state, []
         seeds = step.output.scatter_gradients([self._seed.value.to(plan.stages[-1].device)])
@@ -549,6 +550,11 @@ class CutStep:
         with silence_hooks(self._parameters):
             left = self._walk(state, step.schedule, given)
         return left, state, self._collect(left, state)
+
+    def _upload(self, part: int, tensor: Tensor) -> Tensor:
+        plan = self.step.plan
+        place = plan.places[plan.entry_points.entries[part].segment]
+        return tensor if place is None else place.upload(tensor)
 
     def _walk(self, state: StepState, schedule: Schedule, given: Given) -> dict[Address, Message]:
         plan, ambient = self.step.plan, self.step.ambient
