@@ -7,7 +7,7 @@ import io
 import subprocess
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recurrent, "forward", inspect.unwrap(Recurrent.forward))
     functions = [name for name, value in vars(tree).items() if inspect.isfunction(value)]
     for module, names in (
-        (custom_op, ("traced_call", "_encode_none", "_decode_none", "map_leaves")),
+        (custom_op, ("traced_call", "_encode_none", "_decode_none", "_map_containers", "map_leaves")),
         (tree, functions),
     ):
         for name in names:
@@ -152,6 +152,31 @@ def test_results_do_not_share_memory(loop: Any) -> None:
     assert equal(flatten(result)[0], flatten(net(x, state))[0])
     distinct = [result.outputs[0], *result.last, *result.states, x, *state]
     assert len({tensor.untyped_storage().data_ptr() for tensor in distinct}) == len(distinct)
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+class Named(nn.Module):
+    """Named tuples as state and output, nested in each other and in a dict."""
+
+    def initial_state(self, x: Tensor) -> Any:
+        return Pair(torch.zeros_like(x), {"in": Pair(torch.zeros_like(x), torch.zeros_like(x))})
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        inner = state.two["in"]
+        return Pair(x, None), Pair(state.one + x, {"in": Pair(inner.one + state.one, inner.two * x)})
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_named_tuples_in_one_graph(given: bool) -> None:
+    net, x = Recurrent(Named(), backend="python"), sequence()
+    state = (net.cell.initial_state(x[0] + 1),) if given else ()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert equal(tuple(compiled(x, *state)), tuple(net(x, *state)))
 
 
 @pytest.mark.long

@@ -132,8 +132,8 @@ class SequenceSize:
         return total + min(policy.segment, chunks) * self.kept
 
 
-def size_of(backend: Backend, steps: int, states: Sequence[Tensor]) -> SequenceSize:
-    """The memory of a sequence of `steps` steps on this backend."""
+def size_of(backend: Backend, steps: int, states: Sequence[Tensor], reserved: int = 0) -> SequenceSize:
+    """The memory of a sequence of `steps` steps on this backend, and `reserved` bytes of its caller."""
     signature = backend.captured.signature
     invariant, aliases = backend.captured.invariant, backend.captured.aliases
     chunk = max(b - a for a, b in pairwise(chunk_bounds(steps, backend.chunk_steps)))
@@ -143,7 +143,7 @@ def size_of(backend: Backend, steps: int, states: Sequence[Tensor]) -> SequenceS
     inputs = [node.meta["val"] for node in signature.input_gradients if node is not None]
     parameters = [node.meta["val"] for node in signature.parameter_gradients if node is not None]
     outputs = [node.meta["val"] for node in signature.outputs if node is not None]
-    fixed = _total_bytes(parameters) + backend.work_bytes(chunk)
+    fixed = reserved + _total_bytes(parameters) + backend.work_bytes(chunk)
     # The carried gradients, two more rows of them in C, and the gradient that comes in for the last state.
     fixed += 4 * _total_bytes(states)
     fixed += chunk * _total_bytes(outputs)  # a chunk of the outputs' gradients is made contiguous

@@ -70,11 +70,12 @@ def run_derived(
     states: Sequence[Tensor],
     memory: Memory = "full",
     replay: "EagerReplay | None" = None,
+    reserved: int = 0,
 ) -> SequenceLeaves[Tensor]:
     """Run a whole sequence. `inputs` are T x ... with T at least 1, `states` the initial ones.
 
     If not all states are kept, `states` of the result is empty. Without `replay` a gradient of a gradient is rejected.
-    Raises UsageError if `memory` is too small.
+    Raises UsageError if `memory`, without the `reserved` bytes, is too small.
     """
     steps, missing = len(inputs[0]), backend.missing
     parameters = backend.captured.parameters
@@ -83,7 +84,7 @@ def run_derived(
         states = [append_rows(leaf, 0, missing) for leaf in states]
     tracked = torch.is_grad_enabled() and any([leaf.requires_grad for leaf in (*inputs, *states, *parameters)])
     if tracked and memory not in ("full", "states"):
-        policy = choose_policy(memory, size_of(backend, steps, states))
+        policy = choose_policy(memory, size_of(backend, steps, states, reserved))
     else:
         policy = MemoryPolicy(values=tracked and memory == "full")
     function = ScanFunction(backend, inputs, states, parameters, policy, tracked, replay)
