@@ -5,7 +5,7 @@
 All faults of the arguments are collected, and raised as one error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -21,6 +21,7 @@ from torchweft.recurrent import eager
 from torchweft.recurrent.cell import Cell, StoredState, expand_state
 from torchweft.recurrent.masking import ALL_ROWS, RowMasks, padding_values, read_rows, replace_padding
 from torchweft.recurrent.plan_cache import PlanCache
+from torchweft.recurrent.prepared_call import form_of
 from torchweft.recurrent.sequence import Lengths, SequenceInputs, read_inputs
 
 
@@ -44,8 +45,11 @@ def read_call(
     mask: Tensor | None = None,
     reset: Tensor | None = None,
     start: int = 0,
+    key: Hashable = None,
+    made: Any = None,
 ) -> tuple[eager.SequenceRun, Lengths | None]:
     """The validated and normalised arguments of a call, and the lengths, which a PackedSequence brings itself."""
+    # `key` is that of a prepared call, and `made` the network's own initial state, if it was computed already.
     packed = inputs if isinstance(inputs, PackedSequence) else None
     with Validator(f"the recurrent network of cell {cell.name} cannot run on these arguments") as check:
         if packed is not None:
@@ -62,16 +66,19 @@ def read_call(
             check.require(valid, f"start is {start!r}, wanted the number of the first step, 0 or more")
         initial = given_state(cell, settings, state, read, check)
     assert read is not None
-    fresh = None
+    fresh, form = None, None
     padding = None if rows.valid is None else padding_values(read, rows.valid)
     # With a state and a reset, rows start from `state` and return to the network's own state, so both are needed.
     if state is None or (reset is not None and settings.initial is not None):
-        fresh = own_state(cell, settings, read, rows, padding)
+        made = make_own_state(cell, settings, read, rows, padding) if made is None else made
+        form = form_of(made)
+        fresh = expand_own_state(cell, settings, made, read)
         fault = None if initial is None else difference(flatten(fresh)[1], flatten(initial)[1], "state")
         if fault:
             raise SpecError(f"the state given to cell {cell.name} is not nested as its initial state: {fault}")
     initial = fresh if state is None else initial
-    return eager.SequenceRun(cell, read, rows, initial, fresh, start, settings.truncate, padding), lengths
+    options = {"padding": padding, "call_key": key, "own_form": form}
+    return eager.SequenceRun(cell, read, rows, initial, fresh, start, settings.truncate, **options), lengths
 
 
 def given_state(
@@ -121,21 +128,30 @@ def own_state(
     cell: Cell, settings: RecurrentSettings, inputs: SequenceInputs, rows: RowMasks, padding: Sequence[Tensor] | None
 ) -> Any:
     """The network's own initial state for the rows of ``inputs``, computed from the first step."""
+    return expand_own_state(cell, settings, make_own_state(cell, settings, inputs, rows, padding), inputs)
+
+
+def make_own_state(
+    cell: Cell, settings: RecurrentSettings, inputs: SequenceInputs, rows: RowMasks, padding: Sequence[Tensor] | None
+) -> Any:
     make = settings.initial
     assert make is not None
     step = inputs.first_step() if inputs.steps else inputs.placeholder_step()
     if inputs.steps and rows.valid is not None and padding is not None:
         # A row of length 0 has padding in its first step already, which can hold NaN.
         step = replace_padding(step, rows.valid[0], padding)
+    x = unflatten(inputs.structure, step)
+    try:
+        return make(x)
+    except Exception as error:
+        eager.raise_input_form(cell, x, error)
+        raise
+
+
+def expand_own_state(cell: Cell, settings: RecurrentSettings, made: Any, inputs: SequenceInputs) -> Any:
     with Validator(f"the initial state of the recurrent network of cell {cell.name} does not fit its inputs") as check:
-        x = unflatten(inputs.structure, step)
-        try:
-            initial = make(x)
-        except Exception as error:
-            eager.raise_input_form(cell, x, error)
-            raise
-        entered = cell.enter_loop(initial, check)
-        return expand_state(entered, inputs, check, for_one_row=isinstance(make, StoredState))
+        entered = cell.enter_loop(made, check)
+        return expand_state(entered, inputs, check, for_one_row=isinstance(settings.initial, StoredState))
 
 
 def is_integer(value: object) -> bool:

@@ -100,11 +100,12 @@ def _strip_named_tuples(value: Any) -> tuple[Any, NamedTuplePlaces | None]:
     if type(value) is list:
         inner, places = _strip_each(cast("list[Any]", value))
         return inner, (None, places) if any(places) else None
-    if not isinstance(value, tuple):
+    kind: type = type(cast(object, value))
+    named = hasattr(kind, "_make")
+    if not named and kind is not tuple:
         return value, None
     inner, places = _strip_each(cast("tuple[Any, ...]", value))
-    kind: type = type(cast(object, value))
-    number = _number_of_class(kind) if hasattr(kind, "_make") else None
+    number = _number_of_class(kind) if named else None
     return tuple(inner), (number, places) if number is not None or any(places) else None
 
 

@@ -13,7 +13,7 @@ A plan is faster, but this loop stays. It runs the calls that no plan can (doubl
 every plan is compared with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -43,6 +43,8 @@ class SequenceRun:
     truncate: int | None  # the number of steps between two places where the states' gradients stop
     padding: Sequence[Tensor] | None = None  # see `padding_values`; None if all rows are valid
     settled: bool = False  # whether `initial` has the dtypes and shapes of all later states
+    call_key: Hashable = None  # finds the prepared call again, see `PreparedCall`; None for a part of a sequence
+    own_form: Hashable = None  # the form of the network's own initial state before it got rows
 
     def run(self) -> Unrolled:
         """Run by the eager loop. An output that is also a state is stacked once: both results are then one tensor."""
@@ -90,13 +92,13 @@ class SequenceRun:
     def settle(self, state: Any) -> "SequenceRun":
         """The same sequence from `state`, which has the dtypes and shapes that all later states must have."""
         fresh = None if self.fresh is None else map_leaves(expand_like, self.fresh, state)
-        return replace(self, initial=state, fresh=fresh, settled=True)
+        return replace(self, initial=state, fresh=fresh, settled=True, call_key=None)
 
     def _part(self, steps: slice) -> "SequenceRun":
         leaves = [leaf[steps] if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.leaves]
         count = len(range(*steps.indices(self.inputs.steps)))
         rows = self.rows.apply(lambda table: table[steps])
-        return replace(self, inputs=replace(self.inputs, leaves=leaves, steps=count), rows=rows)
+        return replace(self, inputs=replace(self.inputs, leaves=leaves, steps=count), rows=rows, call_key=None)
 
     def _run_no_steps(self) -> Unrolled:
         """T = 0: run the cell once on a placeholder to learn the shapes of its results. Generators are restored."""

@@ -67,7 +67,7 @@ class StepGraph:
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [_strong(tensor) for tensor in self.held]
+        return [strong_reference(tensor) for tensor in self.held]
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -78,7 +78,10 @@ class StepGraph:
         return [node for node in self.nodes if is_check(node)]
 
     def reference(self, node: fx.Node) -> Tensor:
-        return _strong(getattr(self.module, str(node.target)))
+        return strong_reference(self.held_reference(node))
+
+    def held_reference(self, node: fx.Node) -> "Tensor | weakref.ref[Tensor]":
+        return getattr(self.module, str(node.target))
 
     def referred(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         return {node: self.reference(node).detach() for node in nodes}
@@ -91,7 +94,13 @@ class StepGraph:
     @property
     def constants(self) -> list[Tensor]:
         """The references that do not require a gradient: frozen parameters and buffers."""
-        return [tensor for tensor in map(self.reference, self.signature.references) if not tensor.requires_grad]
+        return [strong_reference(held) for held in self._held_constants]
+
+    @cached_property
+    def _held_constants(self) -> "list[Tensor | weakref.ref[Tensor]]":
+        # Read when a plan runs, after `hold_weakly`. Whether they require a gradient is part of the plan's key.
+        nodes = [node for node in self.signature.references if not self.reference(node).requires_grad]
+        return [self.held_reference(node) for node in nodes]
 
     def hold_weakly(self, owned: Iterable[Tensor]) -> "StepGraph":
         """The same graph with weak references to tensors `owned` by the cell, which a plan must not keep alive."""
@@ -125,7 +134,7 @@ class StepGraph:
         return {i: moving[node] for i, node in enumerate(self.signature.outputs) if node is not None and node in moving}
 
 
-def _strong(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
+def strong_reference(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
     if isinstance(held, Tensor):
         return held
     tensor = held()

@@ -12,6 +12,7 @@ bits as before. `memory=` selects the values that are saved between forward and 
     backward                                             forward again, keeping all; back; free the memory
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,14 @@ class Backend(Protocol):
 
     # Readable report of the operators that run step by step, and of those moved out of the loops.
     def explain(self) -> str: ...
+
+
+def copy_bytes(into: Tensor, source: Tensor, row: int = 0) -> None:
+    """Copy `source` to a row of `into`, or the first row of `source` to `into`, on the CPU."""
+    # Both are contiguous and of one dtype. Bytes, because an operator takes several times as long as the copy of a
+    # small state.
+    size = min(into.numel(), source.numel()) * source.element_size()
+    ctypes.memmove(into.data_ptr() + row * size, source.data_ptr(), size)
 
 
 def chunk_length(step_bytes: int, rows: int) -> int:

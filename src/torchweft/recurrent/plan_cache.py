@@ -17,9 +17,9 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from torchweft.recurrent.graph import same_but_rows
 from torchweft.recurrent.guards import without_observers
 from torchweft.recurrent.plan_backends import MEMORY_MODES, Backend, Memory, choose_policy, size_of
 from torchweft.recurrent.planned_call import PlannedCall, race_length, unfit
+from torchweft.recurrent.prepared_call import PreparedCall
 from torchweft.recurrent.verify import PlanError
 
 VerifyMode = Literal["first", "never"]
@@ -108,6 +109,7 @@ class PlanCache:
         self._verify = verify
         self._choices: OrderedDict[_Key, PlanChoice] = OrderedDict()
         self._dead_keys: deque[_Key] = deque()
+        self._prepared: dict[Hashable, PreparedCall] = {}
         self._warned: set[str] = set()
         # Reentrant, because planning for filled-up rows plans for more rows first.
         self._lock = threading.RLock()
@@ -140,7 +142,31 @@ class PlanCache:
         call, choice = self._plan_for(job)
         if call is None or choice.engine is None:
             return None, choice
+        if job.call_key is not None:
+            self._prepare(job, call, choice.engine)
         return call.run(choice.engine, self._memory, reserved), choice
+
+    def find_prepared(self, key: Hashable) -> PreparedCall | None:
+        """The prepared call with this key, if its plan is alive."""
+        return None if self._dead_keys else self._prepared.get(key)
+
+    def run_prepared(
+        self, prepared: PreparedCall, x: Tensor, state: Any, tensors: Sequence[Tensor]
+    ) -> eager.Unrolled:
+        self._unused = 0
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return prepared.run(x, state, tensors)
+        return prepared.run(x, state, tensors)
+
+    def _prepare(self, job: eager.SequenceRun, call: PlannedCall, engine: Backend) -> None:
+        snapshot = call.guards.snapshot(call.cell.function)
+        if snapshot is not None:
+            prepared = PreparedCall(job, engine, self._memory, snapshot, (call.step_key(), call.cell_key))
+            with self._lock:
+                if len(self._prepared) >= MAX_PLANS:
+                    self._prepared.clear()
+                self._prepared[job.call_key] = prepared
 
     def _run_first_step_apart(self, job: eager.SequenceRun) -> eager.Unrolled:
         """Step 0 by the eager loop, because it settles the dtypes and shapes of the states. Later steps have a plan."""
@@ -191,6 +217,8 @@ class PlanCache:
         key = (call.step_key(), call.cell_key)
         # Held while a plan is made, so that threads that share a network do not compile the same plan twice.
         with self._lock:
+            if self._dead_keys:
+                self._prepared.clear()
             while self._dead_keys:
                 self._choices.pop(self._dead_keys.popleft(), None)
             choice = self._choices.get(key)
@@ -219,6 +247,12 @@ class PlanCache:
         watchers = [weakref.ref(tensor, lambda _: dead_keys.append(key)) for tensor in call.guards.tensors]
         choice = self._choices[key] = replace(self._make_choice(call), held=(*call.guards.held, *watchers))
         if len(self._choices) > MAX_PLANS:
+            # Prepared calls do not move their plans to the end, so this is done here, which is rare.
+            for prepared in self._prepared.values():
+                if prepared.plan_key in self._choices:
+                    self._choices.move_to_end(prepared.plan_key)
+            self._choices.move_to_end(key)
+            self._prepared.clear()
             self._choices.popitem(last=False)
         return choice
 

@@ -3,7 +3,6 @@
 Everything about a call that a plan depends on is here; `plan_cache.py` decides which plan runs it.
 """
 
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,23 +16,24 @@ from torchweft.core.timing import time_after
 from torchweft.recurrent import backend_registry, eager
 from torchweft.recurrent.capture import CaptureError, capture
 from torchweft.recurrent.cell import StepNetCell
-from torchweft.recurrent.graph import StepGraph, draw_numbers, memory_order
+from torchweft.recurrent.graph import StepGraph, memory_order
 from torchweft.recurrent.guards import CellGuards, no_foreign_draws, tensors_restored, without_observers
 from torchweft.recurrent.masking import Conditions, MaskedStep, check_step_number
 from torchweft.recurrent.passes import is_step_constant
 from torchweft.recurrent.plan_backends import Backend, Memory
+from torchweft.recurrent.prepared_call import CAPTURING, is_capturing
 from torchweft.recurrent.pytorch_internals import (
     dispatch_modes,
     forward_ad_level,
     functorch_interpreter,
+    is_jit_tracing,
     parametrizations_cached,
 )
 from torchweft.recurrent.sequence import SequenceInputs
-from torchweft.recurrent.sequence_function import EagerReplay, append_rows, run_derived
+from torchweft.recurrent.sequence_function import append_rows, run_plan
 from torchweft.recurrent.verify import verify
 
 RACE_STEPS = 32  # steps of a race. A shorter sequence runs several times.
-_CAPTURING = threading.RLock()  # held while a cell is traced, because tracing patches modules for the whole process
 
 
 class PlannedCall:
@@ -145,7 +145,7 @@ class PlannedCall:
                 return step(*(map_leaves(torch.clone, value) for value in (nest, state)))
 
         devices = self._cuda_devices()
-        with torch.random.fork_rng(devices), _CAPTURING, self.guards.restore_state(), no_foreign_draws(run_once):
+        with torch.random.fork_rng(devices), CAPTURING, self.guards.restore_state(), no_foreign_draws(run_once):
             parameters, tensors = self.guards.parameters, self.guards.tensors
             captured = capture(step, nest, state, parameters, wanted_inputs=wants, composed=operators, watched=tensors)
             if self._on.time:
@@ -172,13 +172,10 @@ class PlannedCall:
             verify(engine, self._masked_step(), self._input_leaves(), self.states, memory, self.guards.as_float64)
 
     def run(self, engine: Backend, memory: Memory, reserved: int = 0) -> eager.Unrolled:
-        captured, device, inputs = engine.captured, self.inputs.device, self._input_leaves()
+        captured = engine.captured
         restored = partial(tensors_restored, self.cell.function, self.guards.key, self.guards.tensors)
-        # Before the draws below, because the replay draws the same numbers again.
-        replay = EagerReplay(captured, self._masked_step(), device, restored) if torch.is_grad_enabled() else None
-        if captured.draws:
-            inputs += draw_numbers(captured.draws, self.inputs.steps, device)
-        leaves = run_derived(engine, inputs, self.states, memory, replay, reserved)
+        step, inputs = self._masked_step(), self._input_leaves()
+        leaves = run_plan(engine, step, inputs, self.states, restored, self.inputs.device, memory, reserved)
         outputs = iter(leaves.outputs)
         ys = [next(outputs) if is_tensor else None for is_tensor in captured.output_is_tensor]
         y = unflatten(captured.output_structure, ys)
@@ -217,7 +214,7 @@ def unfit(inputs: SequenceInputs, state: Any) -> str | None:
     """The reason why no plan can run this call, or None."""
     if not inputs.steps:
         return "there are no steps"
-    if cast(Any, _CAPTURING)._is_owned():
+    if is_capturing():
         return "a cell contains a network, and the plan of the outer one is being made"
     leaves = [*inputs.leaves, *flatten(state)[0]]
     if not all([isinstance(leaf, Tensor) for leaf in inputs.leaves]):
@@ -232,7 +229,7 @@ def unfit(inputs: SequenceInputs, state: Any) -> str | None:
         return "a mode that watches operators is on, as a tracer or FlopCounterMode is"
     if functorch_interpreter() is not None:
         return "it is being transformed by torch.func"
-    if cast(Any, torch.jit).is_tracing():
+    if is_jit_tracing():
         return "it is being traced by torch.jit"
     if forward_ad_level() >= 0:
         return "forward-mode gradients are on"

@@ -41,6 +41,7 @@ from torchweft.recurrent.masking import (
 )
 from torchweft.recurrent.plan_backends import Memory
 from torchweft.recurrent.plan_cache import PlanCache, VerifyMode, check_settings
+from torchweft.recurrent.prepared_call import call_key
 from torchweft.recurrent.sequence import Lengths, batch_first_again, pack_like, read_inputs
 from torchweft.recurrent.traced_networks import register_network
 
@@ -171,6 +172,9 @@ class Recurrent(nn.Module):
             options = {"lengths": lengths, "mask": mask, "reset": reset}
             options = {name: value for name, value in options.items() if value is not None}
             return Result(*traced_call(self, self._handle, inputs, state, options, start))
+        plain = lengths is None and mask is None and reset is None and type(start) is int and start == 0
+        if plain and self.truncate is None and self.links is None and not self.time_step:
+            return self._run_prepared(inputs, state)
         return self.run_plainly(inputs, state, lengths=lengths, mask=mask, reset=reset, start=start)
 
     def run_plainly(self, inputs: Any, state: Any = None, *, plans: PlanCache | None = None, **rows: Any) -> Result:
@@ -178,6 +182,19 @@ class Recurrent(nn.Module):
         cell = self._loop_cell()
         settings = self._call_settings(cell, self._current_plans() if plans is None else plans)
         return run_network(cell, settings, inputs, state, **rows)
+
+    def _run_prepared(self, inputs: Any, state: Any) -> Result:
+        """`run_plainly` for a call without rows, `truncate` and step numbers. It skips what an earlier one did."""
+        plans, initial, made = self._current_plans(), self.initial, None
+        key = call_key(self.cell, initial, inputs, state, self.batch_first)
+        prepared = None if key is None else plans.find_prepared(key)
+        if prepared is not None and (tensors := prepared.unchanged_tensors()) is not None:
+            if state is None and (make := prepared.cell.own_initial() if initial is None else initial) is not None:
+                made = make(inputs[0])
+            if state is not None or prepared.accepts_own(made):
+                return Result(*plans.run_prepared(prepared, inputs, made if state is None else state, tensors))
+        cell = self._loop_cell()
+        return run_network(cell, self._call_settings(cell, plans), inputs, state, key=key, made=made)
 
     def step(self, x: Any, state: Any = None, *, t: int = 0, reset: Tensor | None = None) -> tuple[Any, Any]:
         """One step, number ``t``, of a stream: ``(y, new_state)``, the same numbers as in the whole sequence.
