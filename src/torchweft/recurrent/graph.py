@@ -8,6 +8,7 @@ Backward and recomputation read the drawn numbers again. Numbers that depend on 
 action, cannot be drawn in advance.
 """
 
+import operator
 import re
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -112,6 +113,15 @@ class StepGraph:
                 delattr(self.module, name)
                 setattr(self.module, name, weakref.ref(tensor))
         return replace(self, held=[weakref.ref(tensor) for tensor in self.parameters])
+
+    @cached_property
+    def forward_operators(self) -> int:
+        """The number of operators of a forward step, without those that only select one of several results."""
+        inside = {*self.signature.outputs, *self.signature.new_states}
+        for node in reversed(self.nodes):
+            if node in inside:
+                inside.update(node.all_input_nodes)
+        return sum(node in inside and node.target is not operator.getitem for node in self.nodes)
 
     @cached_property
     def outputs(self) -> list[TensorMeta]:

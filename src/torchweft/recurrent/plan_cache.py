@@ -41,6 +41,7 @@ from torchweft.recurrent.verify import PlanError
 VerifyMode = Literal["first", "never"]
 # After this many consecutive plans that were used only once, every new kind runs by the eager loop.
 MAX_UNUSED_PLANS = 32
+CHEAP_OPERATORS = 40  # of a step: up to so many take less time one by one than the fixed cost of a plan
 MAX_PLANS = 64  # plans that a network keeps. The least recently used is dropped first.
 COMPUTED = (
     "it reads a tensor that was computed from others, as by torch.func.functional_call, which is a new tensor at every "
@@ -144,15 +145,19 @@ class PlanCache:
             return None, choice
         if job.call_key is not None:
             self._prepare(job, call, choice.engine)
+        if job.inputs.steps == 1 and self._is_step_cheap(choice.engine):
+            return None, choice
         return call.run(choice.engine, self._memory, reserved), choice
+
+    def _is_step_cheap(self, engine: Backend) -> bool:
+        # Whether "auto" runs a sequence of one step by the cell itself: a plan has a fixed cost.
+        return self._backend == "auto" and engine.captured.forward_operators <= CHEAP_OPERATORS
 
     def find_prepared(self, key: Hashable) -> PreparedCall | None:
         """The prepared call with this key, if its plan is alive."""
         return None if self._dead_keys else self._prepared.get(key)
 
-    def run_prepared(
-        self, prepared: PreparedCall, x: Tensor, state: Any, tensors: Sequence[Tensor]
-    ) -> eager.Unrolled:
+    def run_prepared(self, prepared: PreparedCall, x: Tensor, state: Any, tensors: Sequence[Tensor]) -> eager.Unrolled:
         self._unused = 0
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
@@ -162,7 +167,9 @@ class PlanCache:
     def _prepare(self, job: eager.SequenceRun, call: PlannedCall, engine: Backend) -> None:
         snapshot = call.guards.snapshot(call.cell.function)
         if snapshot is not None:
-            prepared = PreparedCall(job, engine, self._memory, snapshot, (call.step_key(), call.cell_key))
+            prepared = PreparedCall(
+                job, engine, self._memory, snapshot, (call.step_key(), call.cell_key), self._is_step_cheap(engine)
+            )
             with self._lock:
                 if len(self._prepared) >= MAX_PLANS:
                     self._prepared.clear()

@@ -10,15 +10,17 @@ one tensor as input, states as a tensor or a tuple of tensors, no lengths, masks
 """
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from torchweft.core.pytree import LEAF, Structure, flatten, unflatten
+from torchweft.core.pytree import LEAF, Structure, flatten, map_leaves, unflatten
 from torchweft.recurrent import eager
+from torchweft.recurrent.cell import Cell, StepSpec
 from torchweft.recurrent.guard_snapshot import GuardSnapshot
 from torchweft.recurrent.guards import tensors_restored
 from torchweft.recurrent.masking import Conditions, MaskedStep
@@ -82,19 +84,66 @@ def _form_of_tensor(value: Any) -> tuple[Hashable, ...] | None:
     return value.shape, value.dtype, value.device
 
 
+class PreparedStep:
+    """One step of a cell by plain autograd, for arguments of a form that was checked before."""
+
+    def __init__(self, cell: Cell, state: Any) -> None:
+        self.cell = cell
+        leaves, structure = flatten(state)
+        self._shapes = [leaf.shape for leaf in leaves]
+        self._form, self._nest = form_of(state), nester(structure)
+
+    def run(self, x: Any, state: Any, t: int = 0) -> tuple[Any, Any]:
+        """The output and the new state. Raises as `eager.call_cell`, and SpecError if the state does not fit."""
+        given = state if type(state) is tuple else (state,)
+        pairs = zip(cast("tuple[Tensor, ...]", given), self._shapes, strict=True)
+        state = self._nest([leaf if leaf.shape == shape else leaf.expand(shape) for leaf, shape in pairs])
+        y, new = eager.call_cell(self.cell, x, state, t)
+        if self._form is not None and form_of(new) == self._form:
+            return y, new
+        border = StepSpec.of_states(state, None)
+        return y, unflatten(border.structure, border.accept(new, t))
+
+    def run_sequence(self, x: Tensor, state: Any) -> eager.Unrolled:
+        """A sequence of one step."""
+        y, new = self.run(x[0], state)
+        stacked: dict[int, Tensor] = {}
+
+        def stack_leaf(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            # An output that is also a state stays one tensor.
+            if id(leaf) not in stacked:
+                stacked[id(leaf)] = leaf.unsqueeze(0)
+            return stacked[id(leaf)]
+
+        outputs = stack_leaf(y) if type(y) is Tensor else map_leaves(stack_leaf, y)
+        states = tuple([*map(stack_leaf, new)]) if self._form is not None and type(new) is tuple else None
+        return outputs, new, map_leaves(stack_leaf, new) if states is None else states
+
+
 class PreparedCall:
     """A plan for calls with one `call_key`."""
 
     def __init__(
-        self, job: eager.SequenceRun, engine: Backend, memory: Memory, snapshot: GuardSnapshot, plan_key: Any
+        self,
+        job: eager.SequenceRun,
+        engine: Backend,
+        memory: Memory,
+        snapshot: GuardSnapshot,
+        plan_key: Any,
+        is_step_cheap: bool,
     ) -> None:
         self.plan_key = plan_key
         self._engine, self._memory, self._snapshot = engine, memory, snapshot
         self._step = MaskedStep(job.cell, _PLAIN)
         self._own_form = job.own_form
-        leaves, self._structure = flatten(job.initial)
+        leaves, structure = flatten(job.initial)
         self._shapes = [leaf.shape for leaf in leaves]
+        self._nest_states, self._nest_outputs = nester(structure), nester(engine.captured.output_structure)
+        self._all_tensors = all(engine.captured.output_is_tensor)
         self.cell = job.cell  # the key has its function by address
+        self.one_step = PreparedStep(job.cell, job.initial) if is_step_cheap else None
 
     def accepts_own(self, made: Any) -> bool:
         """Whether the network's own initial state has the form that it had when the call was prepared."""
@@ -108,21 +157,20 @@ class PreparedCall:
         given = state if type(state) is tuple else (state,)
         pairs = zip(cast("tuple[Tensor, ...]", given), self._shapes, strict=True)
         states = [leaf if leaf.shape == shape else leaf.expand(shape) for leaf, shape in pairs]
-        restored = partial(tensors_restored, self._snapshot.cell, self._snapshot.key, tensors)
-        captured = self._engine.captured
-        leaves = run_plan(self._engine, self._step, [x], states, restored, x.device, self._memory)
+        engine, snapshot = self._engine, self._snapshot
+        restored = partial(tensors_restored, snapshot.cell, snapshot.key, tensors)
+        leaves = run_plan(engine, self._step, [x], states, restored, x.device, self._memory)
         outputs = leaves.outputs
-        if not all(captured.output_is_tensor):
+        if not self._all_tensors:
             remaining = iter(outputs)
-            outputs = [next(remaining) if is_tensor else None for is_tensor in captured.output_is_tensor]
-        every = nest(self._structure, leaves.states) if leaves.states else None
-        return nest(captured.output_structure, outputs), nest(self._structure, leaves.last), every
+            outputs = [next(remaining) if is_tensor else None for is_tensor in engine.captured.output_is_tensor]
+        every = self._nest_states(leaves.states) if leaves.states else None
+        return self._nest_outputs(outputs), self._nest_states(leaves.last), every
 
 
-def nest(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """`unflatten`, faster for a tensor and for a tuple of tensors."""
+def nester(structure: Structure) -> Callable[[list[Any]], Any]:
+    """`unflatten` by a structure, faster for a tensor and for a tuple of tensors."""
     if structure is LEAF:
-        return leaves[0]
-    if structure.type is tuple and structure.num_children == structure.num_leaves == len(leaves):
-        return tuple(leaves)
-    return unflatten(structure, leaves)
+        return itemgetter(0)
+    flat = structure.num_children == structure.num_leaves
+    return tuple if structure.type is tuple and flat else partial(unflatten, structure)

@@ -18,7 +18,7 @@ The functional form is a step net over named values, with explicit links:
 The idea of a step net that an engine runs over time is from Caffe2 (`recurrent_net`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache, partial
 from html import escape
 from typing import Any, NamedTuple, cast
@@ -41,9 +41,11 @@ from torchweft.recurrent.masking import (
 )
 from torchweft.recurrent.plan_backends import Memory
 from torchweft.recurrent.plan_cache import PlanCache, VerifyMode, check_settings
-from torchweft.recurrent.prepared_call import call_key
+from torchweft.recurrent.prepared_call import PreparedStep, call_key, form_of
 from torchweft.recurrent.sequence import Lengths, batch_first_again, pack_like, read_inputs
 from torchweft.recurrent.traced_networks import register_network
+
+MAX_STEPS = 64  # forms of arguments that `Recurrent.step` remembers
 
 
 class Result(NamedTuple):
@@ -188,9 +190,13 @@ class Recurrent(nn.Module):
         plans, initial, made = self._current_plans(), self.initial, None
         key = call_key(self.cell, initial, inputs, state, self.batch_first)
         prepared = None if key is None else plans.find_prepared(key)
-        if prepared is not None and (tensors := prepared.unchanged_tensors()) is not None:
+        alone = prepared is not None and prepared.one_step is not None and inputs.shape[0] == 1
+        tensors = None if prepared is None else [] if alone else prepared.unchanged_tensors()
+        if prepared is not None and tensors is not None:
             if state is None and (make := prepared.cell.own_initial() if initial is None else initial) is not None:
                 made = make(inputs[0])
+            if alone and prepared.one_step is not None and (state is not None or prepared.accepts_own(made)):
+                return Result(*prepared.one_step.run_sequence(inputs, made if state is None else state))
             if state is not None or prepared.accepts_own(made):
                 return Result(*plans.run_prepared(prepared, inputs, made if state is None else state, tensors))
         cell = self._loop_cell()
@@ -202,6 +208,12 @@ class Recurrent(nn.Module):
         ``x`` is nested as the cell takes it, N x ...; ``state`` is the one that the step before returned, or ``None``.
         Where ``reset``, N bool, is true, a row starts from the network's own initial state, as in :meth:`forward`.
         """
+        key = None
+        if state is not None and reset is None and self.truncate is None and self.links is None:
+            key = (id(self.cell), id(self.initial), self.time_step, form_of(x), form_of(state))
+            prepared = None if None in key else self._steps.get(key)
+            if prepared is not None:
+                return prepared.run(x, state, t)
         cell = self._loop_cell()
         settings = self._call_settings(cell)
         leaves, structure = flatten(x)
@@ -225,7 +237,12 @@ class Recurrent(nn.Module):
         if flags is not None and state is not None:
             entered = select_nested_rows(~flags[0], entered, fresh)
         y, new = eager.call_cell(cell, x, entered, t)
-        return y, cell.leave_loop(unflatten(border.structure, border.accept(new, t)))
+        result = y, cell.leave_loop(unflatten(border.structure, border.accept(new, t)))
+        if key is not None and None not in key:
+            if len(self._steps) >= MAX_STEPS:
+                self._steps.clear()
+            self._steps[key] = PreparedStep(cell, entered)
+        return result
 
     def forecast(
         self,
@@ -262,7 +279,7 @@ class Recurrent(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans refer to these parameters, and the handle to this network. A copy must not share either.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_handle")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_steps", "_handle")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -270,6 +287,7 @@ class Recurrent(nn.Module):
 
     def _register(self) -> None:
         self._plans = PlanCache(self.backend, self.memory, self.verify)
+        self._steps: dict[Hashable, PreparedStep] = {}  # of `step`, by the form of its arguments
         self._handle = register_network(self)
 
     def extra_repr(self) -> str:

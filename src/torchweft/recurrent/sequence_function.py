@@ -48,7 +48,7 @@ from torchweft.recurrent.pytorch_internals import has_storage, outside_vmap
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceLeaves(Generic[Value]):
     """Flat leaves of a sequence: outputs T x ..., states after every step T x ..., and the states after the last."""
 
@@ -90,7 +90,7 @@ def run_derived(
         policy = MemoryPolicy(values=tracked and memory == "full")
     function = ScanFunction(backend, inputs, states, parameters, policy, tracked, replay)
     if tracked:
-        ends = function.split_ends(apply_as_node(function, function.tensors))
+        ends = function.split_ends(apply_as_node(function, function.differentiable_tensors()))
         return _without_filled_rows(ends, missing) if missing else ends
     with torch.no_grad():
         ends = function.split_ends(function.forward()[0])
@@ -186,7 +186,7 @@ class Buffers:
         self._shared.clear()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SavedSequence:
     """The memory that forward leaves for backward: other values by chunk, and the first states of each segment."""
 
@@ -210,6 +210,7 @@ class ScanFunction:
         replay: "EagerReplay | None",
     ) -> None:
         self.tensors = [*inputs, *states, *parameters]
+        self._learned = [i for i, tensor in enumerate(self.tensors) if tensor.requires_grad]
         self._counts = len(inputs), len(states)
         self._backend, self._policy, self._tracked, self._replay = backend, policy, tracked, replay
         # Compiled loops read memory by address. A tensor with a lazy negation (`conj().imag`) has other numbers there.
@@ -220,9 +221,11 @@ class ScanFunction:
         self._saved: SavedSequence | None = None
         # Only a replay reads the initial states themselves. The plan reads the copies above.
         replayed = enumerate(states if tracked else ())
-        self._replay_reads: list[Read] = [
-            ("initial state", i, x, (x._version, x.data_ptr())) for i, x in replayed
-        ]
+        self._replay_reads: list[Read] = [("initial state", i, x, (x._version, x.data_ptr())) for i, x in replayed]
+
+    def differentiable_tensors(self) -> list[Tensor]:
+        """The inputs of the node. Other tensors would only make it slower."""
+        return [self.tensors[i] for i in self._learned]
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """Outputs, states after every step, and the last states again; and for each whether it can have a gradient."""
@@ -247,7 +250,7 @@ class ScanFunction:
         if segment is None:
             pairs = zip(self._states, buffers.states, strict=True)
             every = [s.expand(self._bounds[-1], *s.shape) if rows is None else rows[1:] for s, rows in pairs]
-        ends = [*(output.detach() for output in buffers.outputs), *every, *last]
+        ends = [*[output.detach() for output in buffers.outputs], *every, *last]
         if self._tracked:
             aliases = captured.aliases
             groups: tuple[tuple[str, Sequence[Tensor]], ...] = (
@@ -262,7 +265,7 @@ class ScanFunction:
             # The version alone misses `tensor.data = other` and `set_`, which exchange the memory.
             read = [(role, i, x, (x._version, x.data_ptr())) for role, group in groups for i, x in enumerate(group)]
             self._saved = SavedSequence(buffers, values, heads, read)
-        return ends, [_can_have_gradient(end) for end in ends]
+        return ends, [end.is_floating_point() or end.is_complex() for end in ends]
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`. Raises BackwardTwiceError if the sequence was freed."""
@@ -280,10 +283,11 @@ class ScanFunction:
                 if not (self._policy.values and retain):
                     backend.release(values)
             results = back.results()
-            pairs = zip(self.tensors, results, strict=True)
-            unused = [tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf]
-            if unused:
-                silence_unused_hooks(unused)
+            if len(self._learned) < len(results):
+                results = [results[i] for i in self._learned]
+            if any([gradient is None for gradient in results]):
+                pairs = zip(self.differentiable_tensors(), results, strict=True)
+                silence_unused_hooks([tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf])
             return results
         finally:
             if not retain:
@@ -296,7 +300,9 @@ class ScanFunction:
             if self._replay is None:
                 raise DoubleBackwardError("a gradient of a gradient was requested, but this plan has no cell to replay")
             count, stop = self._counts[0], sum(self._counts)
-            return self._replay.gradients(self.tensors[:count], self.tensors[count:stop], self.split_ends(gradients))
+            ends = self.split_ends(gradients)
+            results = self._replay.gradients(self.tensors[:count], self.tensors[count:stop], ends)
+            return [results[i] for i in self._learned]
         finally:
             if not retain:
                 self._free()
@@ -387,20 +393,20 @@ class _BackwardGradients:
 
     def of_chunk(self, start: int, end: int) -> Gradients:
         """The gradients of a chunk. Chunks must be requested from the last to the first."""
-        steps = slice(start, end) if end - start < self._steps else None
-
-        def cut(grad: Tensor | None) -> Tensor | None:
-            return grad if grad is None or steps is None else grad[steps]
-
+        of_outputs, of_states, of_inputs = self._incoming.outputs, self._incoming.states, self._inputs
+        if end - start < self._steps:
+            of_outputs, of_states, of_inputs = (
+                [None if grad is None else grad[start:end] for grad in grads]
+                for grads in (of_outputs, of_states, of_inputs)
+            )
         outputs = [
-            meta.empty_over(end - start, self._device).zero_() if (part := cut(grad)) is None else _in_memory(part)
-            for meta, grad in zip(self._outputs, self._incoming.outputs, strict=True)
+            meta.empty_over(end - start, self._device).zero_() if grad is None else _in_memory(grad)
+            for meta, grad in zip(self._outputs, of_outputs, strict=True)
         ]
         states: list[Tensor | None] = [None] * len(self._carried)
-        if self._incoming.states:
-            states = [None if (part := cut(grad)) is None else _in_memory(part) for grad in self._incoming.states]
-        inputs = [cut(grad) for grad in self._inputs]
-        return Gradients(outputs, states, self._carried, inputs, self._parameters)
+        if of_states:
+            states = [None if grad is None else _in_memory(grad) for grad in of_states]
+        return Gradients(outputs, states, self._carried, of_inputs, self._parameters)
 
     def results(self) -> list[Tensor | None]:
         states = [gradient if _can_have_gradient(gradient) else None for gradient in self._carried]

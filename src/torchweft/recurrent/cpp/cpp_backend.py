@@ -146,7 +146,7 @@ def _operation_count(value: LoopValue) -> float:
 MIN_PARALLEL_OPERATIONS = 4e6
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Constants:
     """Values that depend on the references only: contiguous for C, and by node for PyTorch."""
 
@@ -186,7 +186,7 @@ class ConstantEvaluator:
         return Constants(tensors, {node: values[node] for node in self._for_torch})
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SavedChunk:
     """Values of a chunk that backward reads: a buffer that C wrote, and tensors that PyTorch computed."""
 
@@ -369,8 +369,10 @@ class CppBackend:
             outside.env.update(kept.values)
             self._add_c_values(outside, chunk, kept)
             self._outside.before_back.run(outside)
-        metas = [node.meta["val"] for node in self._split.for_torch]
-        for_torch = [torch.empty((chunk.steps, *meta.shape), dtype=meta.dtype) for meta in metas]
+        for_torch: list[Tensor] = []
+        if self._split.for_torch:
+            metas = [node.meta["val"] for node in self._split.for_torch]
+            for_torch = [torch.empty((chunk.steps, *meta.shape), dtype=meta.dtype) for meta in metas]
         memory: dict[ArgumentKind, Sequence[Tensor | None]] = {
             "input": chunk.inputs, "state": chunk.states, "output": chunk.outputs, "for torch": for_torch,
             "output gradient": gradients.outputs, "carried gradient": carried, "added gradient": gradients.states,
@@ -435,10 +437,12 @@ class CppBackend:
     ) -> None:
         """Call a compiled function: resolve each argument's kind and index to an address, and lend it a workspace."""
         # C reads addresses, so this list must keep the contiguous copies alive until the call returns.
-        from_torch = [
-            _plain(outside.env[node]) if i in routine.from_torch else None
-            for i, node in enumerate(self.compiled.lowered.outside)
-        ]
+        from_torch: list[Tensor | None] = []
+        if self._outside.is_needed:
+            from_torch = [
+                _plain(outside.env[node]) if i in routine.from_torch else None
+                for i, node in enumerate(self.compiled.lowered.outside)
+            ]
         tables = {**memory, "constant": constants.tensors, "from torch": from_torch}
         addresses = [0] * len(routine.arguments)
         for kind, places in routine.by_kind:
@@ -460,7 +464,7 @@ class CppBackend:
 
 
 # Below this size PyTorch's allocator keeps the memory, and is faster than the pool.
-_SMALL = 1 << 15
+_SMALL = 1 << 17
 
 
 def _acquire(size: int, kind: str = "") -> Tensor:
