@@ -6,7 +6,7 @@ All faults of the arguments are collected, and raised as one error.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -77,8 +77,8 @@ def read_call(
         if fault:
             raise SpecError(f"the state given to cell {cell.name} is not nested as its initial state: {fault}")
     initial = fresh if state is None else initial
-    options = {"padding": padding, "call_key": key, "own_form": form}
-    return eager.SequenceRun(cell, read, rows, initial, fresh, start, settings.truncate, **options), lengths
+    run = eager.SequenceRun(cell, read, rows, initial, fresh, start, settings.truncate, padding)
+    return replace(run, call_key=key, own_form=form), lengths
 
 
 def given_state(

@@ -1,8 +1,8 @@
-"""A recurrent network as one custom operator, which `torch.compile` and `torch.export` do not look into.
+"""A recurrent network as one custom operator, which `torch.compile` does not look into.
 
     Recurrent.forward       under tracing only
       traced_call           traced by Dynamo: plain values and tensors in, plain values and tensors out
-        _one_operator       skipped by Dynamo, but traced by the next layer (AOTAutograd, export)
+        _one_operator       skipped by Dynamo, but traced by the next layer (AOTAutograd)
           weft.recurrent    the operator: runs the ordinary network, whose plans are made at run time
 
     compiled graph     ... -> weft.recurrent(spec, tensors, references, wanted, start) -> ends, token -> ...
@@ -199,7 +199,7 @@ class CallSpec:
             leaf = next(leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.dim() > 1)
             mask = torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)
             row_options = {"mask": mask, **{name: v for name, v in row_options.items() if name != "lengths"}}
-        # The graph can be run with other weights than the network's, e.g. after loading an export.
+        # The graph can be run with other weights than the network's.
         swapped = dict(zip(_named_tensors(network), references, strict=True))
         plans = OutputMeta() if fake else None
         with self.ambient.here(), self.ambient.casting(), with_tensors(network, swapped, tie_weights=True):

@@ -31,7 +31,6 @@ class VisitedObjects(Protocol):
     key: list[Hashable]
     tensors: list[Tensor]
     held: list[object]
-    closures: list[CellType]
     functions: list[FunctionType]
     global_names: list[tuple[dict[str, Any], str]]
 
@@ -61,7 +60,8 @@ class GuardSnapshot:
         self._names = [each.keys() for each in containers if hasattr(each, "keys")]
         self._values = [each.values() if hasattr(each, "values") else each for each in containers]
         self._objects, self._kinds = objects, kinds
-        self._closures, self._functions = visited.closures, visited.functions
+        self._functions = visited.functions
+        self._closures = [closure for function in self._functions for closure in function.__closure__ or ()]
         self._global_names = visited.global_names
         # Objects that are compared by address must live as long as this, except tensors.
         compared = [*chain.from_iterable(self._names), *chain.from_iterable(self._values)]

@@ -75,7 +75,6 @@ class CellGuards:
         self._unknown: list[str] = []
         self._modules: list[nn.Module] = []
         self._mutables: list[Any] = []  # attributes of modules and objects; lists, dicts and sets
-        self.closures: list[types.CellType] = []
         self.functions: list[types.FunctionType] = []
         self.global_names: list[tuple[dict[str, Any], str]] = []
         self._objects: list[object] = []  # with attributes, so that their class can change
@@ -92,6 +91,11 @@ class CellGuards:
             for tensor in (*cell.parameters(), *cell.buffers()):
                 self._add_tensor(tensor)
         self._read_classes()
+
+    @property
+    def closures(self) -> list[types.CellType]:
+        """The closure variables of all functions. Those of a cell with a plan are bound."""
+        return [closure for function in self.functions for closure in function.__closure__ or ()]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -301,7 +305,6 @@ class CellGuards:
         for name, closure in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 self._add_value(name, closure.cell_contents, depth)
-                self.closures.append(closure)
             except ValueError:  # not yet bound
                 self._give_up(name)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):

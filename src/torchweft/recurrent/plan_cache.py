@@ -155,7 +155,10 @@ class PlanCache:
 
     def find_prepared(self, key: Hashable) -> PreparedCall | None:
         """The prepared call with this key, if its plan is alive."""
-        return None if self._dead_keys else self._prepared.get(key)
+        if self._dead_keys or (prepared := self._prepared.pop(key, None)) is None:
+            return None
+        self._prepared[key] = prepared  # in the order of use
+        return prepared
 
     def run_prepared(self, prepared: PreparedCall, x: Tensor, state: Any, tensors: Sequence[Tensor]) -> eager.Unrolled:
         self._unused = 0
@@ -255,7 +258,7 @@ class PlanCache:
         choice = self._choices[key] = replace(self._make_choice(call), held=(*call.guards.held, *watchers))
         if len(self._choices) > MAX_PLANS:
             # Prepared calls do not move their plans to the end, so this is done here, which is rare.
-            for prepared in self._prepared.values():
+            for prepared in [*self._prepared.values()]:  # another thread can look one up meanwhile
                 if prepared.plan_key in self._choices:
                     self._choices.move_to_end(prepared.plan_key)
             self._choices.move_to_end(key)

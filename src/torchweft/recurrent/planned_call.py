@@ -239,7 +239,7 @@ def unfit(inputs: SequenceInputs, state: Any) -> str | None:
 
 
 def race_length(steps: int) -> tuple[int, int]:
-    """How often a race runs the first steps of a sequence of so many steps, and how many it runs."""
+    """The runs of a race over a sequence of so many steps, and the steps of each run."""
     steps = min(steps, RACE_STEPS)
     return -(-RACE_STEPS // steps), steps
 

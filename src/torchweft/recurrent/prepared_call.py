@@ -84,6 +84,10 @@ def _form_of_tensor(value: Any) -> tuple[Hashable, ...] | None:
     return value.shape, value.dtype, value.device
 
 
+def _as_tuple(state: Any) -> tuple[Tensor, ...]:
+    return cast("tuple[Tensor, ...]", state) if isinstance(state, tuple) else (state,)
+
+
 class PreparedStep:
     """One step of a cell by plain autograd, for arguments of a form that was checked before."""
 
@@ -95,8 +99,7 @@ class PreparedStep:
 
     def run(self, x: Any, state: Any, t: int = 0) -> tuple[Any, Any]:
         """The output and the new state. Raises as `eager.call_cell`, and SpecError if the state does not fit."""
-        given = state if type(state) is tuple else (state,)
-        pairs = zip(cast("tuple[Tensor, ...]", given), self._shapes, strict=True)
+        pairs = zip(_as_tuple(state), self._shapes, strict=True)
         state = self._nest([leaf if leaf.shape == shape else leaf.expand(shape) for leaf, shape in pairs])
         y, new = eager.call_cell(self.cell, x, state, t)
         if self._form is not None and form_of(new) == self._form:
@@ -118,8 +121,9 @@ class PreparedStep:
             return stacked[id(leaf)]
 
         outputs = stack_leaf(y) if type(y) is Tensor else map_leaves(stack_leaf, y)
-        states = tuple([*map(stack_leaf, new)]) if self._form is not None and type(new) is tuple else None
-        return outputs, new, map_leaves(stack_leaf, new) if states is None else states
+        if self._form is None:
+            return outputs, new, map_leaves(stack_leaf, new)
+        return outputs, new, self._nest([*map(stack_leaf, _as_tuple(new))])
 
 
 class PreparedCall:
@@ -135,7 +139,8 @@ class PreparedCall:
         is_step_cheap: bool,
     ) -> None:
         self.plan_key = plan_key
-        self._engine, self._memory, self._snapshot = engine, memory, snapshot
+        self._engine, self._snapshot = engine, snapshot
+        self._memory: Memory = memory
         self._step = MaskedStep(job.cell, _PLAIN)
         self._own_form = job.own_form
         leaves, structure = flatten(job.initial)
@@ -154,8 +159,7 @@ class PreparedCall:
         return self._snapshot.unchanged_tensors()
 
     def run(self, x: Tensor, state: Any, tensors: Sequence[Tensor]) -> eager.Unrolled:
-        given = state if type(state) is tuple else (state,)
-        pairs = zip(cast("tuple[Tensor, ...]", given), self._shapes, strict=True)
+        pairs = zip(_as_tuple(state), self._shapes, strict=True)
         states = [leaf if leaf.shape == shape else leaf.expand(shape) for leaf, shape in pairs]
         engine, snapshot = self._engine, self._snapshot
         restored = partial(tensors_restored, snapshot.cell, snapshot.key, tensors)

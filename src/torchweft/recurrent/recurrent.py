@@ -95,8 +95,9 @@ class Recurrent(nn.Module):
             exact loop, with a warning.
         verify: ``"first"``: check a new plan against the eager loop on a few steps before it is used; ``"never"``.
 
-    Under ``torch.compile`` and ``torch.export`` the whole sequence is one operator. A graph finds its network in the
-    process that traced it, as long as the module lives. A ``PackedSequence`` and ``export(strict=True)`` are rejected.
+    Under ``torch.compile`` the whole sequence is one operator. A graph finds its network in the process that traced it,
+    as long as the module lives. ``torch.export`` unrolls the loop over T steps instead, so that the program runs
+    anywhere. A ``PackedSequence`` and ``export(strict=True)`` are rejected.
 
     Raises ``UsageError`` that lists all invalid arguments.
 
@@ -167,6 +168,10 @@ class Recurrent(nn.Module):
         Raises ``SpecError`` or ``UsageError`` that lists all invalid arguments, and ``SpecError`` if the cell returns a
         value that does not fit. Errors of the cell itself get a note that names the step.
         """
+        if torch.compiler.is_exporting():
+            # Unrolled, because an exported program must run where this network does not exist.
+            options: dict[str, Any] = {"lengths": lengths, "mask": mask, "reset": reset, "start": start}
+            return self.run_plainly(inputs, state, plans=PlanCache("eager"), **options)
         if torch.compiler.is_compiling():
             # Imported here, because it imports Dynamo. That takes seconds, but under tracing it is already there.
             from torchweft.recurrent.custom_op import traced_call  # noqa: PLC0415

@@ -252,11 +252,9 @@ class ScanFunction:
             every = [s.expand(self._bounds[-1], *s.shape) if rows is None else rows[1:] for s, rows in pairs]
         ends = [*[output.detach() for output in buffers.outputs], *every, *last]
         if self._tracked:
-            aliases = captured.aliases
             groups: tuple[tuple[str, Sequence[Tensor]], ...] = (
                 ("input", self._inputs),
-                # An output that is a state shares its version.
-                ("output", buffers.outputs if len(aliases) < len(buffers.outputs) else ()),
+                ("output", buffers.outputs),
                 ("state", [rows for rows in buffers.states if rows is not None]),
                 ("initial state", [self._states[k] for k in sorted(invariant)]),
                 ("parameter", self.tensors[sum(self._counts) :]),
