@@ -77,7 +77,7 @@ class CompiledFunction:
         self._entry = ctypes.c_void_p(_address_of(library, self.function.signature.name))
         self._run = kernels().torchweft_run
         # The arguments of each kind: their places, and their indices among the tensors of the kind.
-        kinds: Sequence[ArgumentKind] = [*dict.fromkeys(kind for kind, _ in self.arguments)]
+        kinds = cast("list[ArgumentKind]", [*dict.fromkeys(kind for kind, _ in self.arguments)])
         self.by_kind: list[tuple[ArgumentKind, list[tuple[int, int]]]] = [
             (kind, [(at, i) for at, (other, i) in enumerate(self.arguments) if other == kind]) for kind in kinds
         ]
