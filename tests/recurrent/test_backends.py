@@ -24,7 +24,7 @@ from tests.recurrent.recurrent_cases import (
     run_by,
 )
 from torchweft.core.errors import UsageError
-from torchweft.recurrent import Recurrent, plan_cache
+from torchweft.recurrent import Recurrent, planned_call
 from torchweft.recurrent.cpp.cpp_backend import CppBackend
 from torchweft.recurrent.cpp.ir import Unsupported
 from torchweft.recurrent.plan_cache import NoPlanWarning, PlanCache, PlannedCall
@@ -47,18 +47,52 @@ def test_auto_replaces_c_with_a_reason() -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 7, 40])
 def test_choice_of_auto_ignores_the_first_length(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The eager loop is faster for one step, a plan for many. Both are timed over 32 steps, not over the first call."""
+    """The eager loop is faster for one step, a plan for many. A longer sequence repeats a race that the plan lost."""
 
     def seconds(run: Callable[[], Any], parameters: Any, device: Any) -> float:
         steps = float(len(run()[0]))
         return 4.0 + steps / 8 if isinstance(run, partial) else steps
 
-    monkeypatch.setattr("torchweft.recurrent.plan_cache.time_with_backward", seconds)
+    monkeypatch.setattr("torchweft.recurrent.planned_call.time_with_backward", seconds)
     net = Recurrent(lambda x, h: (x + h, torch.fft.fft(h).real.tanh()), verify="never")
-    for steps in (first, 200):
+    names: list[str] = []
+    for steps in (first, 200, 1):
         net(torch.randn(steps, 2, 3), ZERO)
         ((_, name, why),) = net.why()
-        assert name == "python" and "32 steps took 8000.00 ms by the python plan and 32000.00 ms by the eager" in why
+        names.append(name)
+    assert names == ["python" if first > 4 else "eager", "python", "python"]
+    assert "8000.00 ms by the python plan and 32000.00 ms by the eager" in why or first == 7
+
+
+class Table(nn.Module):
+    """Counts its steps, and reads a table of 8 rows by that number. C has no sorted states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 3)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+        h, t = state
+        h = (x + h + self.table(t)).tanh().sort(-1).values
+        return h, (h, t + 1)
+
+
+def test_race_stays_within_the_steps_of_the_sequence() -> None:
+    net = Recurrent(Table(), verify="never")
+    assert net(ONE, (ZERO, torch.zeros(2, dtype=torch.int64))).outputs.shape == (4, 2, 3)
+    ((_, _, why),) = net.why()
+    assert "32 steps took" in why and "as 8 sequences of 4" in why
+
+
+def test_plan_that_fails_in_a_race_is_lost_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise MemoryError("too long")
+
+    monkeypatch.setattr(PlannedCall, "race", fails)
+    net = Recurrent(lambda x, h: (h, torch.fft.fft(h).real + x), verify="never")
+    with pytest.warns(NoPlanWarning, match="in a race it raised MemoryError: too long"):
+        seen = net(ONE, ZERO)
+    assert torch.equal(seen.last, eagerly(net.cell)(ONE, ZERO).last) and run_by(net) == {"eager"}
 
 
 @by_plan
@@ -283,10 +317,10 @@ def test_timed_run_waits_for_devices_at_both_ends(monkeypatch: pytest.MonkeyPatc
         waits.append(set(devices))
         return float(len(waits))
 
-    monkeypatch.setattr(plan_cache, "time_after", time_after)
+    monkeypatch.setattr(planned_call, "time_after", time_after)
 
     def run() -> Any:
         return ONE, ZERO, None
 
-    assert plan_cache.time_with_backward(run, [torch.ones(1, device=meta)], cpu) == 1.0
+    assert planned_call.time_with_backward(run, [torch.ones(1, device=meta)], cpu) == 1.0
     assert waits == [{meta, cpu}] * 2

@@ -21,6 +21,7 @@ compile threads and connections: `graph_break` runs them uncompiled, between two
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -149,15 +150,22 @@ class Boundary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         function: CutFunction = ctx.function
         try:
-            if not isinstance(function, TwiceDifferentiable):
+            if not _is_twice_differentiable(type(function)):
                 reject_batched(gradients)
                 reject_double(function)
             elif torch.is_grad_enabled():
-                return (None, *function.differentiable_backward(gradients, retain=is_graph_retained()))
+                twice = cast(TwiceDifferentiable, function)
+                return (None, *twice.differentiable_backward(gradients, retain=is_graph_retained()))
             return (None, *function.backward(gradients, retain=is_graph_retained()))
         except Exception as error:
             shorten_traceback(error)
             raise
+
+
+@lru_cache
+def _is_twice_differentiable(kind: type) -> bool:
+    # By class, because checking an object against a protocol takes longer than a short backward.
+    return issubclass(kind, TwiceDifferentiable)
 
 
 def reject_double(function: object = None) -> None:

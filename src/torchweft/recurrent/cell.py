@@ -16,7 +16,8 @@ The initial state is broadcast over the batch:
     H                       D              unchanged: a sequence without rows
 
 A state has one shape and dtype through all steps. Only the first step can settle them, as in a plain loop. The cell can
-return a larger shape that the initial state broadcasts to, and floats where the initial state holds integers.
+return a larger shape that the initial state broadcasts to, and floats where the initial state holds integers. An output
+that reads the initial state can therefore change its dtype once, between the first step and the second.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -151,23 +152,25 @@ class StepSpec:
 
     structure: Structure
 
-    def __init__(self, role: str, rows: int | None, leaves: list[Any] | None = None) -> None:
+    def __init__(self, role: str, rows: int | None, leaves: list[Any] | None = None, settled: bool = False) -> None:
         """``rows``: N where values are chosen per row (masks, resets), so that each must have rows."""
         self.leaves = leaves
         self._role, self._rows = role, rows
-        self._settled = False
+        self._settled = settled
 
     @staticmethod
-    def of_states(initial: Any, rows: int | None) -> "StepSpec":
-        """The spec of states that start as ``initial``. The first step can settle them."""
+    def of_states(initial: Any, rows: int | None, settled: bool = False) -> "StepSpec":
+        """The spec of states that start as ``initial``. Unless it is ``settled``, the first step can settle it."""
         leaves, structure = flatten(initial)
-        spec = StepSpec("state", rows, leaves)
+        spec = StepSpec("state", rows, leaves, settled)
         spec.structure = structure
         return spec
 
     def accept(self, new: Any, t: int) -> list[Any]:
         """The leaves of the value that step ``t`` returned. Raises ``SpecError`` that lists all faults."""
         leaves, structure = flatten(new)
+        # An output can still change its dtype in its second step, because its first value can be the initial state.
+        settling = self.leaves is not None
         if self.leaves is None:
             self.leaves, self.structure = leaves, structure
         nesting = None if structure is self.structure else difference(self.structure, structure, self._role)
@@ -182,7 +185,7 @@ class StepSpec:
                 join_faults(f"the {self._role} that step {t} returned differs from the one before:", faults)
             )
         self.leaves = [expand_like(old, leaf) for old, leaf in zip(self.leaves, leaves, strict=True)]
-        self._settled = True
+        self._settled = self._settled or settling
         return leaves
 
     def _leaf_faults(self, old: Any, leaf: Any) -> list[str]:
@@ -191,7 +194,8 @@ class StepSpec:
         if not isinstance(leaf, Tensor) or old is None:
             return [f"is of type {type(leaf).__name__}, wanted {'None' if old is None else 'a tensor'}"]
         faults: list[str] = []
-        if not (leaf.shape == old.shape or (not self._settled and _broadcasts_to(old.shape, leaf.shape))):
+        grows = self._role == "state" and not self._settled and _broadcasts_to(old.shape, leaf.shape)
+        if not (leaf.shape == old.shape or grows):
             faults.append(f"has shape {tuple(leaf.shape)}, wanted {tuple(old.shape)}")
         if not (leaf.dtype == old.dtype or (not self._settled and _can_become(old.dtype, leaf))):
             faults.append(f"has dtype {leaf.dtype}, wanted {old.dtype}; convert it, or begin with {leaf.dtype}")

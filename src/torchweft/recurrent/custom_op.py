@@ -1,8 +1,8 @@
-"""A recurrent network as one custom operator, which `torch.compile` and `torch.export` do not look into.
+"""A recurrent network as one custom operator, which `torch.compile` does not look into.
 
     Recurrent.forward       under tracing only
       traced_call           traced by Dynamo: plain values and tensors in, plain values and tensors out
-        _one_operator       skipped by Dynamo, but traced by the next layer (AOTAutograd, export)
+        _one_operator       skipped by Dynamo, but traced by the next layer (AOTAutograd)
           weft.recurrent    the operator: runs the ordinary network, whose plans are made at run time
 
     compiled graph     ... -> weft.recurrent(spec, tensors, references, wanted, start) -> ends, token -> ...
@@ -19,8 +19,9 @@ This module is imported only under tracing, because it imports Dynamo, which tak
 """
 
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -59,8 +60,9 @@ def traced_call(
     if "lengths" in row_options and not isinstance(row_options["lengths"], Tensor):
         row_options["lengths"] = torch.tensor(row_options["lengths"], dtype=torch.int64)
     references = (*network.parameters(), *network.buffers())
-    value = map_leaves(_encode_none, (inputs, state, row_options))
-    outputs, last, states = map_leaves(_decode_none, _one_operator(handle, references, value, start))
+    value = _map_containers(_encode_none, (inputs, state, row_options))
+    results = _one_operator(handle, references, value, start)
+    outputs, last, states = _restore_named_tuples(_map_containers(_decode_none, results), _traced_named_tuples())
     return outputs, last, states
 
 
@@ -70,6 +72,79 @@ def _encode_none(leaf: Any) -> Any:
 
 def _decode_none(leaf: Any) -> Any:
     return leaf if isinstance(leaf, Tensor) else None
+
+
+def _map_containers(fn: Callable[[Any], Any], value: Any) -> Any:
+    # As `map_leaves`, but also for named tuples, which Dynamo cannot unflatten by a structure.
+    kind: Any = type(cast(object, value))
+    if kind is dict:
+        return {key: _map_containers(fn, item) for key, item in value.items()}
+    if not isinstance(value, tuple | list):
+        return fn(value) if value is None or isinstance(value, Tensor) else map_leaves(fn, value)
+    items = [_map_containers(fn, item) for item in cast("Sequence[Any]", value)]
+    return kind._make(items) if hasattr(kind, "_make") else tuple(items) if kind is tuple else items
+
+
+# Where a value has named tuples: None if nowhere, else the number of its class or None, and the places in its items.
+NamedTuplePlaces = tuple[int | None, tuple["NamedTuplePlaces | None", ...]]
+# The classes of named tuples by number. Dynamo can look them up here, but cannot keep a class as a constant.
+_named_tuple_classes: dict[int, Any] = {}
+
+
+def _strip_named_tuples(value: Any) -> tuple[Any, NamedTuplePlaces | None]:
+    """The value with plain tuples instead, and the places of the named ones."""
+    if type(value) is dict:
+        items = cast("dict[Any, Any]", value)
+        inner, places = _strip_each(items.values())
+        return dict(zip(items, inner, strict=True)), (None, places) if any(places) else None
+    if type(value) is list:
+        inner, places = _strip_each(cast("list[Any]", value))
+        return inner, (None, places) if any(places) else None
+    kind: type = type(cast(object, value))
+    named = hasattr(kind, "_make")
+    if not named and kind is not tuple:
+        return value, None
+    inner, places = _strip_each(cast("tuple[Any, ...]", value))
+    number = _number_of_class(kind) if named else None
+    return tuple(inner), (number, places) if number is not None or any(places) else None
+
+
+def _strip_each(values: Iterable[Any]) -> tuple[list[Any], tuple[NamedTuplePlaces | None, ...]]:
+    pairs = [_strip_named_tuples(item) for item in values]
+    return [item for item, _ in pairs], tuple([place for _, place in pairs])
+
+
+def _number_of_class(kind: type) -> int:
+    known = next((number for number, other in _named_tuple_classes.items() if other is kind), None)
+    number = len(_named_tuple_classes) if known is None else known
+    _named_tuple_classes[number] = kind
+    return number
+
+
+def _restore_named_tuples(value: Any, places: NamedTuplePlaces | None) -> Any:
+    if places is None:
+        return value
+    number, inner = places
+    if type(value) is dict:
+        pairs = zip(cast("dict[Any, Any]", value).items(), inner, strict=True)
+        return {key: _restore_named_tuples(item, place) for (key, item), place in pairs}
+    items = [_restore_named_tuples(item, place) for item, place in zip(value, inner, strict=True)]
+    if number is not None:
+        return _named_tuple_classes[number](*items)
+    return tuple(items) if type(value) is tuple else items
+
+
+class _TracedCall(threading.local):
+    named_tuples: NamedTuplePlaces | None = None  # in the results of the last call of `_one_operator`
+
+
+_traced = _TracedCall()
+
+
+@torch.compiler.assume_constant_result
+def _traced_named_tuples() -> NamedTuplePlaces | None:
+    # Read right after `_one_operator` was traced. Dynamo keeps it as a constant of the graph.
+    return _traced.named_tuples
 
 
 @nonstrict_trace
@@ -88,7 +163,9 @@ def _one_operator(handle: int, references: tuple[Tensor, ...], value: Any, start
     spec = _spec_of_call(handle, structure, constants)
     grad = torch.is_grad_enabled()
     wanted = [grad and tensor.requires_grad for tensor in (*tensors, *references)]
-    return spec.nest_results(recurrent(spec.number, tensors, list(references), wanted, start))
+    results = spec.nest_results(recurrent(spec.number, tensors, list(references), wanted, start))
+    results, _traced.named_tuples = _strip_named_tuples(results)
+    return results
 
 
 def _concrete_value(leaf: Any) -> Any:
@@ -122,7 +199,7 @@ class CallSpec:
             leaf = next(leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.dim() > 1)
             mask = torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)
             row_options = {"mask": mask, **{name: v for name, v in row_options.items() if name != "lengths"}}
-        # The graph can be run with other weights than the network's, e.g. after loading an export.
+        # The graph can be run with other weights than the network's.
         swapped = dict(zip(_named_tensors(network), references, strict=True))
         plans = OutputMeta() if fake else None
         with self.ambient.here(), self.ambient.casting(), with_tensors(network, swapped, tie_weights=True):
@@ -174,7 +251,7 @@ class OutputMeta(PlanCache):
     # The cell runs one step on fake tensors in the eager loop, and the results are expanded to T steps. T and N can be
     # symbols. The values of the results are arbitrary.
 
-    def run(self, job: eager.SequenceRun) -> eager.Unrolled:
+    def run(self, job: eager.SequenceRun, reserved: int = 0) -> eager.Unrolled:
         steps = job.inputs.steps
         if not steps:
             return job.run()

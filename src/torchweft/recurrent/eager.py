@@ -13,7 +13,7 @@ A plan is faster, but this loop stays. It runs the calls that no plan can (doubl
 every plan is compared with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torchweft.core.errors import SpecError
 from torchweft.core.pytree import Structure, flatten, map_leaves, unflatten
 from torchweft.recurrent.cell import Cell, InputWidthError, StepSpec, expand_like
-from torchweft.recurrent.masking import ALL_ROWS, RowMasks, padding_values, replace_padding, select_rows
+from torchweft.recurrent.masking import ALL_ROWS, RowMasks, replace_padding, select_rows
 from torchweft.recurrent.sequence import SequenceInputs
 
 # Outputs (T x N x ...), the last state (N x ...), and all states (rows 1 to T, T x N x ...).
@@ -41,6 +41,10 @@ class SequenceRun:
     fresh: Any  # the state that a reset restores; None for `initial`
     start: int  # the number of the first step
     truncate: int | None  # the number of steps between two places where the states' gradients stop
+    padding: Sequence[Tensor] | None = None  # see `padding_values`; None if all rows are valid
+    settled: bool = False  # whether `initial` has the dtypes and shapes of all later states
+    call_key: Hashable = None  # finds the prepared call again, see `PreparedCall`; None for a part of a sequence
+    own_form: Hashable = None  # the form of the network's own initial state before it got rows
 
     def run(self) -> Unrolled:
         """Run by the eager loop. An output that is also a state is stacked once: both results are then one tensor."""
@@ -50,11 +54,13 @@ class SequenceRun:
         if not inputs.steps:
             return self._run_no_steps()
         count = inputs.rows if rows.valid is not None or rows.reset is not None else None
-        border, outputs = StepSpec.of_states(self.initial, count), StepSpec("output", count)
+        border, outputs = (
+            StepSpec.of_states(self.initial, count, self.settled),
+            StepSpec("output", count, settled=self.settled),
+        )
         fresh = flatten(self.initial if self.fresh is None else self.fresh)[0]
         state: list[Tensor] = flatten(self.initial)[0]
         states, collected = list[list[Tensor]](), list[list[Any]]()
-        padding = None if rows.valid is None else padding_values(inputs, rows.valid)
         steps = zip(inputs.each_step(), rows.each_step(inputs.steps), strict=True)
         for t, (x, (valid, reset)) in enumerate(steps, self.start):
             # The cut comes before the reset, because the restored state keeps its gradient.
@@ -62,8 +68,8 @@ class SequenceRun:
                 state = [leaf.detach() for leaf in state]
             if reset is not None:
                 state = [select_rows(reset, new, old, old.dtype) for new, old in zip(fresh, state, strict=True)]
-            if padding is not None and valid is not None:
-                x = replace_padding(x, valid, padding)
+            if self.padding is not None and valid is not None:
+                x = replace_padding(x, valid, self.padding)
             y, new = call_cell(cell, unflatten(inputs.structure, x), unflatten(border.structure, state), t)
             after, ys = border.accept(new, t), outputs.accept(y, t)
             if valid is not None:
@@ -77,9 +83,22 @@ class SequenceRun:
         return _stack_over_time(outputs.structure, collected, border.structure, states)
 
     def head(self, steps: int) -> "SequenceRun":
-        leaves = [leaf[:steps] if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.leaves]
-        rows = self.rows.apply(lambda table: table[:steps])
-        return replace(self, inputs=replace(self.inputs, leaves=leaves, steps=steps), rows=rows)
+        return self._part(slice(0, steps))
+
+    def after_first_step(self, state: Any) -> "SequenceRun":
+        """The same sequence from its second step on, where `state` is the state after the first one."""
+        return replace(self._part(slice(1, None)).settle(state), start=self.start + 1)
+
+    def settle(self, state: Any) -> "SequenceRun":
+        """The same sequence from `state`, which has the dtypes and shapes that all later states must have."""
+        fresh = None if self.fresh is None else map_leaves(expand_like, self.fresh, state)
+        return replace(self, initial=state, fresh=fresh, settled=True, call_key=None)
+
+    def _part(self, steps: slice) -> "SequenceRun":
+        leaves = [leaf[steps] if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.leaves]
+        count = len(range(*steps.indices(self.inputs.steps)))
+        rows = self.rows.apply(lambda table: table[steps])
+        return replace(self, inputs=replace(self.inputs, leaves=leaves, steps=count), rows=rows, call_key=None)
 
     def _run_no_steps(self) -> Unrolled:
         """T = 0: run the cell once on a placeholder to learn the shapes of its results. Generators are restored."""

@@ -8,6 +8,7 @@ Backward and recomputation read the drawn numbers again. Numbers that depend on 
 action, cannot be drawn in advance.
 """
 
+import operator
 import re
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -67,7 +68,7 @@ class StepGraph:
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [_strong(tensor) for tensor in self.held]
+        return [strong_reference(tensor) for tensor in self.held]
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -78,7 +79,10 @@ class StepGraph:
         return [node for node in self.nodes if is_check(node)]
 
     def reference(self, node: fx.Node) -> Tensor:
-        return _strong(getattr(self.module, str(node.target)))
+        return strong_reference(self.held_reference(node))
+
+    def held_reference(self, node: fx.Node) -> "Tensor | weakref.ref[Tensor]":
+        return getattr(self.module, str(node.target))
 
     def referred(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         return {node: self.reference(node).detach() for node in nodes}
@@ -91,7 +95,13 @@ class StepGraph:
     @property
     def constants(self) -> list[Tensor]:
         """The references that do not require a gradient: frozen parameters and buffers."""
-        return [tensor for tensor in map(self.reference, self.signature.references) if not tensor.requires_grad]
+        return [strong_reference(held) for held in self._held_constants]
+
+    @cached_property
+    def _held_constants(self) -> "list[Tensor | weakref.ref[Tensor]]":
+        # Read when a plan runs, after `hold_weakly`. Whether they require a gradient is part of the plan's key.
+        nodes = [node for node in self.signature.references if not self.reference(node).requires_grad]
+        return [self.held_reference(node) for node in nodes]
 
     def hold_weakly(self, owned: Iterable[Tensor]) -> "StepGraph":
         """The same graph with weak references to tensors `owned` by the cell, which a plan must not keep alive."""
@@ -103,6 +113,15 @@ class StepGraph:
                 delattr(self.module, name)
                 setattr(self.module, name, weakref.ref(tensor))
         return replace(self, held=[weakref.ref(tensor) for tensor in self.parameters])
+
+    @cached_property
+    def forward_operators(self) -> int:
+        """The number of operators of a forward step, without those that only select one of several results."""
+        inside = {*self.signature.outputs, *self.signature.new_states}
+        for node in reversed(self.nodes):
+            if node in inside:
+                inside.update(node.all_input_nodes)
+        return sum(node in inside and node.target is not operator.getitem for node in self.nodes)
 
     @cached_property
     def outputs(self) -> list[TensorMeta]:
@@ -125,7 +144,7 @@ class StepGraph:
         return {i: moving[node] for i, node in enumerate(self.signature.outputs) if node is not None and node in moving}
 
 
-def _strong(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
+def strong_reference(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
     if isinstance(held, Tensor):
         return held
     tensor = held()

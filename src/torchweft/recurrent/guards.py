@@ -11,7 +11,8 @@ up at every call. A key cannot hold the state of some objects, such as generator
 For such cells `rejection` gives the reason, and the eager loop runs them.
 
 Dynamo records such guards while it reads Python code. A capture by `make_fx` runs the code instead of reading it.
-Therefore the objects are walked here, at every call. For a short sequence this walk is a large part of the time.
+Therefore the objects are walked here. For a short sequence the walk is a large part of the time, so later calls of a
+kind compare a `GuardSnapshot` first, and walk again only if that differs.
 """
 
 import copy
@@ -22,7 +23,8 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable, Collection, Generator, Hashable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchweft.recurrent.capture import CaptureError
+from torchweft.recurrent.guard_snapshot import GuardSnapshot
 from torchweft.recurrent.pytorch_internals import module_hooks, saved_tensor_hooks
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
@@ -50,6 +53,12 @@ _IMPLICIT = frozenset({"forward", "__call__", "__bool__", "__int__", "__float__"
 _GLOBAL_READS = frozenset(name for name in dis.opmap if name.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
 _BY_STRING = frozenset({"getattr", "globals", "vars"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
+_COMPARABLE = (dict, OrderedDict, list, set, types.MappingProxyType)
+# Methods by which a module lists its tensors. A module that overrides one can list others at every call.
+_LISTING = (
+    *("parameters", "buffers", "modules", "named_parameters", "named_buffers", "named_modules"),
+    "_named_members",
+)
 _PLAIN_SIZE = type("_Plain", (), {}).__basicsize__  # size of an object with attributes and no other state
 
 
@@ -66,7 +75,11 @@ class CellGuards:
         self._unknown: list[str] = []
         self._modules: list[nn.Module] = []
         self._mutables: list[Any] = []  # attributes of modules and objects; lists, dicts and sets
-        self._closures: list[types.CellType] = []
+        self.functions: list[types.FunctionType] = []
+        self.global_names: list[tuple[dict[str, Any], str]] = []
+        self._objects: list[object] = []  # with attributes, so that their class can change
+        # Whether a part cannot be compared by a snapshot: a mapping that computes its items, say.
+        self._has_opaque_parts = False
         self._classes: list[type] = []
         self._names: set[str] = set(_IMPLICIT)
         self._seen: dict[int, int] = {}
@@ -78,6 +91,11 @@ class CellGuards:
             for tensor in (*cell.parameters(), *cell.buffers()):
                 self._add_tensor(tensor)
         self._read_classes()
+
+    @property
+    def closures(self) -> list[types.CellType]:
+        """The closure variables of all functions. Those of a cell with a plan are bound."""
+        return [closure for function in self.functions for closure in function.__closure__ or ()]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -93,6 +111,22 @@ class CellGuards:
             "tensors are parameters and buffers, or a function that closes over tensors and plain values"
         )
 
+    def snapshot(self, cell: Callable[..., Any]) -> GuardSnapshot | None:
+        """A fast test whether a new walk would find the same key. None if a part of the cell permits no such test."""
+        modules = self._modules
+        if self._has_opaque_parts or self._unknown or self.unready or not all(map(_has_plain_tables, modules)):
+            return None
+        tables: list[Any] = [table for module in modules for table in _tables_of(module)]
+        tables += [module_hooks[name] for name in ("_global_forward_hooks", "_global_forward_pre_hooks")]
+        tables += [vars(kind) for kind in self._classes]
+        tables += [function.__kwdefaults__ for function in self.functions if function.__kwdefaults__ is not None]
+        known = set(map(id, tables))
+        containers = [*tables, *(mutable for mutable in self._mutables if id(mutable) not in known)]
+        if not all([type(each) in _COMPARABLE for each in containers]):
+            return None
+        kinds = {type(module) for module in modules}
+        return GuardSnapshot(cell, self, containers, [*self._objects, *modules], [*self._classes, *kinds])
+
     @contextmanager
     def restore_state(self) -> Generator[None]:
         """Undo the cell's writes on exit, for a run that traces or checks it."""
@@ -104,33 +138,24 @@ class CellGuards:
                     undo.callback(_restore_tensor, tensor, tensor._version, tensor.detach().clone())
             for mutable in self._mutables:
                 undo.callback(_restore_mutable, mutable, copy.copy(mutable))
-            for closure in self._closures:
+            for closure in self.closures:
                 undo.callback(setattr, closure, "cell_contents", closure.cell_contents)
             yield
-
-    @contextmanager
-    def tensors_restored(self, function: Callable[..., Any]) -> Generator[bool]:
-        """Inside, the modules of `function` hold the tensors of these guards again."""
-        # Yields whether the key still holds. During the backward of a `torch.func.functional_call` they hold others
-        # than in its forward. Flags and attributes are not restored.
-        now = CellGuards(function)
-        with now._swap_tensors({id(new): old for new, old in zip(now.tensors, self.tensors, strict=False)}):
-            yield CellGuards(function).key == self.key
 
     @contextmanager
     def as_float64(self) -> Generator[dict[int, Tensor]]:
         """Inside, the cell reads its tensors in float64. Yields these by the ids of the originals."""
         floats = [tensor for tensor in self.tensors if tensor.is_floating_point()]
         wide = {id(tensor): tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in floats}
-        with self._swap_tensors(wide):
+        with self.swap_tensors(wide):
             yield wide
 
     @contextmanager
-    def _swap_tensors(self, substitutes: Mapping[int, Tensor]) -> Generator[None]:
+    def swap_tensors(self, substitutes: Mapping[int, Tensor]) -> Generator[None]:
         names = ("_parameters", "_buffers", "__dict__")
         tables = [getattr(module, name) for module in self._modules for name in names]
         before = [dict(table) for table in tables]
-        closures = [(closure, closure.cell_contents) for closure in self._closures]
+        closures = [(closure, closure.cell_contents) for closure in self.closures]
         try:
             for table in tables:
                 table.update({name: substitutes.get(id(value), value) for name, value in table.items()})
@@ -221,6 +246,8 @@ class CellGuards:
 
     def _add_container(self, name: str, value: "Collection[Any]", depth: int) -> None:
         kind = type(cast(object, value))
+        if kind not in (tuple, list, dict, OrderedDict, set, frozenset):
+            self._has_opaque_parts = True
         # A tuple is immutable, so its identity does not matter, and new ones are created at every call.
         if kind is not tuple and self._seen_before(value):
             return
@@ -246,6 +273,7 @@ class CellGuards:
         self._add_class(kind)
         inside = cast("dict[str, Any]", vars(value))
         self._mutables.append(inside)
+        self._objects.append(value)
         for attribute, content in inside.items():
             self.key.append(attribute)
             self._add_value(f"{name}.{attribute}", content, depth)
@@ -253,6 +281,8 @@ class CellGuards:
     def _add_function(self, function: Callable[..., Any], depth: int) -> None:
         if self._seen_before(function):
             return
+        if not isinstance(function, types.FunctionType | types.MethodType):
+            self._has_opaque_parts = True  # a partial's keywords, a cache's function: rare
         if isinstance(function, functools.partial):
             for part in (function.func, *function.args, *function.keywords.items()):
                 self._add_value("partial", part, depth)
@@ -269,16 +299,17 @@ class CellGuards:
             self._give_up(type(function).__name__)
             return
         code = function.__code__
+        self.functions.append(function)
         self.held.append(code)  # identified by its address, because comparing code objects is slow
         self.key.append(id(code))
         for name, closure in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 self._add_value(name, closure.cell_contents, depth)
-                self._closures.append(closure)
             except ValueError:  # not yet bound
                 self._give_up(name)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add_value("a default", value, depth)
+        self.global_names.append((function.__globals__, "__name__"))
         if not _is_constant_module(function.__globals__.get("__name__")):
             self._add_globals(code, function.__globals__, depth)
 
@@ -289,12 +320,14 @@ class CellGuards:
         if not _ENVIRONMENT.isdisjoint(code.co_names):
             self._give_up("the environment (os.environ)")
         for name in _globals_read(code):
+            self.global_names.append((inside, name))
             if name not in inside:
                 continue
             value = inside[name]
             self._add_value(name, value, depth)
             if isinstance(value, types.ModuleType) and not _is_constant_module(value.__name__) and depth < _MAX_DEPTH:
                 for attribute in names:
+                    self.global_names.append((vars(value), attribute))
                     if attribute in vars(value):
                         self.key.append(attribute)
                         self._add_value(f"{value.__name__}.{attribute}", vars(value)[attribute], depth + 1)
@@ -321,12 +354,23 @@ class CellGuards:
                     done.add((kind, name))
                     value = kind.__dict__[name]
                     if isinstance(cast(object, value), _DESCRIPTORS):
+                        self._has_opaque_parts |= isinstance(value, functools.cached_property)
                         value = next(getattr(value, inner) for inner in _WRAPPED_NAMES if hasattr(value, inner))
                     if isinstance(value, types.FunctionType):
                         self._add_function(value, 1)
                     elif not hasattr(cast(object, type(value)), "__get__"):
                         self.key.append(name)
                         self._add_value(f"{name} of {kind.__name__}", value, 1)
+
+
+def _tables_of(module: nn.Module) -> list[Any]:
+    inside = module.__dict__
+    return [inside, *(inside[name] for name in (*_HOOKS, "_parameters", "_buffers", "_modules"))]
+
+
+def _has_plain_tables(module: nn.Module) -> bool:
+    lists_its_own = all([getattr(type(module), name) is getattr(nn.Module, name) for name in _LISTING])
+    return lists_its_own and module.__dict__.keys().isdisjoint(_LISTING)
 
 
 @functools.cache
@@ -356,6 +400,18 @@ def _globals_read(code: types.CodeType) -> tuple[str, ...]:
     # From the instructions, not from `co_names`: there `h.mean()` and `self.net` would look like globals.
     read = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _GLOBAL_READS]
     return (*dict.fromkeys(read), *_strings_as_names(code))
+
+
+@contextmanager
+def tensors_restored(
+    function: Callable[..., Any], key: Sequence[Hashable], tensors: Sequence[Tensor]
+) -> Generator[bool]:
+    """Inside, the modules of `function` hold `tensors` again, which an earlier walk with this `key` found."""
+    # Yields whether the key still holds. During the backward of a `torch.func.functional_call` they hold others
+    # than in its forward. Flags and attributes are not restored.
+    now = CellGuards(function)
+    with now.swap_tensors({id(new): old for new, old in zip(now.tensors, tensors, strict=False)}):
+        yield CellGuards(function).key == key
 
 
 def _restore_tensor(tensor: Tensor, version: int, before: Tensor) -> None:

@@ -120,7 +120,8 @@ def _steps_within(lengths: object, inputs: SequenceInputs, check: Validator) -> 
     elif counts.shape != (inputs.rows,):
         check.mismatch(f"lengths has shape {tuple(counts.shape)}, wanted ({inputs.rows},): one for each row")
     else:
-        numbers = enumerate(cast("list[int]", counts.tolist()))
+        # Under export they have no values yet.
+        numbers = enumerate([] if torch.compiler.is_exporting() else cast("list[int]", counts.tolist()))
         outside = [f"row {row} has {n}" for row, n in numbers if not 0 <= n <= inputs.steps]
         if not outside:
             return torch.arange(inputs.steps, device=inputs.device)[:, None] < counts.to(inputs.device)

@@ -12,6 +12,7 @@ bits as before. `memory=` selects the values that are saved between forward and 
     backward                                             forward again, keeping all; back; free the memory
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ CHUNK_BYTES = 4 << 20  # approximate size of the values of one chunk
 CHUNK_ROWS = 1024  # minimum rows of a chunk, steps times batch, so that products over it are efficient
 
 
-@dataclass(frozen=True)
+# Classes that are made at every call are not frozen: that makes them three times as expensive.
+@dataclass(slots=True)
 class Chunk:
     """Memory of a stretch of L steps, flat leaves each."""
 
@@ -38,7 +40,7 @@ class Chunk:
     outputs: list[Tensor]  # L x ..., contiguous
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Gradients:
     """Gradients of a chunk: the incoming ones, and buffers for the computed ones."""
 
@@ -80,6 +82,14 @@ class Backend(Protocol):
 
     # Readable report of the operators that run step by step, and of those moved out of the loops.
     def explain(self) -> str: ...
+
+
+def copy_bytes(into: Tensor, source: Tensor, row: int = 0) -> None:
+    """Copy `source` to a row of `into`, or the first row of `source` to `into`, on the CPU."""
+    # Both are contiguous and of one dtype. Bytes, because an operator takes several times as long as the copy of a
+    # small state.
+    size = min(into.numel(), source.numel()) * source.element_size()
+    ctypes.memmove(into.data_ptr() + row * size, source.data_ptr(), size)
 
 
 def chunk_length(step_bytes: int, rows: int) -> int:
@@ -132,8 +142,8 @@ class SequenceSize:
         return total + min(policy.segment, chunks) * self.kept
 
 
-def size_of(backend: Backend, steps: int, states: Sequence[Tensor]) -> SequenceSize:
-    """The memory of a sequence of `steps` steps on this backend."""
+def size_of(backend: Backend, steps: int, states: Sequence[Tensor], reserved: int = 0) -> SequenceSize:
+    """The memory of a sequence of `steps` steps on this backend, and `reserved` bytes of its caller."""
     signature = backend.captured.signature
     invariant, aliases = backend.captured.invariant, backend.captured.aliases
     chunk = max(b - a for a, b in pairwise(chunk_bounds(steps, backend.chunk_steps)))
@@ -143,7 +153,7 @@ def size_of(backend: Backend, steps: int, states: Sequence[Tensor]) -> SequenceS
     inputs = [node.meta["val"] for node in signature.input_gradients if node is not None]
     parameters = [node.meta["val"] for node in signature.parameter_gradients if node is not None]
     outputs = [node.meta["val"] for node in signature.outputs if node is not None]
-    fixed = _total_bytes(parameters) + backend.work_bytes(chunk)
+    fixed = reserved + _total_bytes(parameters) + backend.work_bytes(chunk)
     # The carried gradients, two more rows of them in C, and the gradient that comes in for the last state.
     fixed += 4 * _total_bytes(states)
     fixed += chunk * _total_bytes(outputs)  # a chunk of the outputs' gradients is made contiguous

@@ -35,6 +35,7 @@ functorch_interpreter = cast("Callable[[], object | None]", _C._functorch.peek_i
 forward_ad_level = cast("Callable[[], int]", partial(getattr, torch.autograd.forward_ad, "_current_level"))
 # How many `parametrize.cached()` are open.
 parametrizations_cached = cast("Callable[[], int]", partial(getattr, parametrize, "_cache_enabled"))
+is_jit_tracing = cast("Callable[[], bool]", cast(Any, torch.jit).is_tracing)
 # The module of Dynamo if something imported it already, else None: its import takes seconds.
 loaded_dynamo = cast("Callable[[], Any]", partial(sys.modules.get, "torch._dynamo"))
 

@@ -18,35 +18,34 @@ The functional form is a step net over named values, with explicit links:
 The idea of a step net that an engine runs over time is from Caffe2 (`recurrent_net`).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache, partial
 from html import escape
-from numbers import Integral
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
-from torchweft.core.errors import SpecError, UsageError
-from torchweft.core.pytree import difference, flatten, map_leaves, unflatten
+from torchweft.core.errors import UsageError
+from torchweft.core.pytree import flatten, map_leaves, unflatten
 from torchweft.core.validation import Validator
 from torchweft.recurrent import eager
 from torchweft.recurrent.backend_registry import BackendName
-from torchweft.recurrent.cell import Cell, Links, StepNetCell, StepSpec, StoredState, adapt, check_links, expand_state
+from torchweft.recurrent.call_arguments import RecurrentSettings, given_state, is_integer, own_state, read_call
+from torchweft.recurrent.cell import Cell, Links, StepNetCell, StepSpec, StoredState, adapt, check_links
 from torchweft.recurrent.masking import (
     ALL_ROWS,
-    RowMasks,
-    padding_values,
     read_rows,
-    replace_padding,
     select_nested_rows,
 )
 from torchweft.recurrent.plan_backends import Memory
 from torchweft.recurrent.plan_cache import PlanCache, VerifyMode, check_settings
-from torchweft.recurrent.sequence import Lengths, SequenceInputs, batch_first_again, pack_like, read_inputs
+from torchweft.recurrent.prepared_call import PreparedStep, call_key, form_of
+from torchweft.recurrent.sequence import Lengths, batch_first_again, pack_like, read_inputs
 from torchweft.recurrent.traced_networks import register_network
+
+MAX_STEPS = 64  # forms of arguments that `Recurrent.step` remembers
 
 
 class Result(NamedTuple):
@@ -73,16 +72,6 @@ class Result(NamedTuple):
         return self.states
 
 
-@dataclass(frozen=True)
-class RecurrentSettings:
-    """Settings of a network that do not depend on the backend."""
-
-    initial: Callable[[Any], Any] | None = None
-    batch_first: bool = False
-    truncate: int | None = None
-    plans: PlanCache | None = None
-
-
 class Recurrent(nn.Module):
     """Runs ``cell(x_t, state) -> (y_t, new_state)`` over time.
 
@@ -106,8 +95,9 @@ class Recurrent(nn.Module):
             exact loop, with a warning.
         verify: ``"first"``: check a new plan against the eager loop on a few steps before it is used; ``"never"``.
 
-    Under ``torch.compile`` and ``torch.export`` the whole sequence is one operator. A graph finds its network in the
-    process that traced it, as long as the module lives. A ``PackedSequence`` and ``export(strict=True)`` are rejected.
+    Under ``torch.compile`` the whole sequence is one operator. A graph finds its network in the process that traced it,
+    as long as the module lives. ``torch.export`` unrolls the loop over T steps instead, so that the program runs
+    anywhere. A ``PackedSequence`` and ``export(strict=True)`` are rejected.
 
     Raises ``UsageError`` that lists all invalid arguments.
 
@@ -178,6 +168,10 @@ class Recurrent(nn.Module):
         Raises ``SpecError`` or ``UsageError`` that lists all invalid arguments, and ``SpecError`` if the cell returns a
         value that does not fit. Errors of the cell itself get a note that names the step.
         """
+        if torch.compiler.is_exporting():
+            # Unrolled, because an exported program must run where this network does not exist.
+            options: dict[str, Any] = {"lengths": lengths, "mask": mask, "reset": reset, "start": start}
+            return self.run_plainly(inputs, state, plans=PlanCache("eager"), **options)
         if torch.compiler.is_compiling():
             # Imported here, because it imports Dynamo. That takes seconds, but under tracing it is already there.
             from torchweft.recurrent.custom_op import traced_call  # noqa: PLC0415
@@ -185,6 +179,9 @@ class Recurrent(nn.Module):
             options = {"lengths": lengths, "mask": mask, "reset": reset}
             options = {name: value for name, value in options.items() if value is not None}
             return Result(*traced_call(self, self._handle, inputs, state, options, start))
+        plain = lengths is None and mask is None and reset is None and type(start) is int and start == 0
+        if plain and self.truncate is None and self.links is None and not self.time_step:
+            return self._run_prepared(inputs, state)
         return self.run_plainly(inputs, state, lengths=lengths, mask=mask, reset=reset, start=start)
 
     def run_plainly(self, inputs: Any, state: Any = None, *, plans: PlanCache | None = None, **rows: Any) -> Result:
@@ -193,12 +190,35 @@ class Recurrent(nn.Module):
         settings = self._call_settings(cell, self._current_plans() if plans is None else plans)
         return run_network(cell, settings, inputs, state, **rows)
 
+    def _run_prepared(self, inputs: Any, state: Any) -> Result:
+        """`run_plainly` for a call without rows, `truncate` and step numbers. It skips what an earlier one did."""
+        plans, initial, made = self._current_plans(), self.initial, None
+        key = call_key(self.cell, initial, inputs, state, self.batch_first)
+        prepared = None if key is None else plans.find_prepared(key)
+        alone = prepared is not None and prepared.one_step is not None and inputs.shape[0] == 1
+        tensors = None if prepared is None else [] if alone else prepared.unchanged_tensors()
+        if prepared is not None and tensors is not None:
+            if state is None and (make := prepared.cell.own_initial() if initial is None else initial) is not None:
+                made = make(inputs[0])
+            if alone and prepared.one_step is not None and (state is not None or prepared.accepts_own(made)):
+                return Result(*prepared.one_step.run_sequence(inputs, made if state is None else state))
+            if state is not None or prepared.accepts_own(made):
+                return Result(*plans.run_prepared(prepared, inputs, made if state is None else state, tensors))
+        cell = self._loop_cell()
+        return run_network(cell, self._call_settings(cell, plans), inputs, state, key=key, made=made)
+
     def step(self, x: Any, state: Any = None, *, t: int = 0, reset: Tensor | None = None) -> tuple[Any, Any]:
         """One step, number ``t``, of a stream: ``(y, new_state)``, the same numbers as in the whole sequence.
 
         ``x`` is nested as the cell takes it, N x ...; ``state`` is the one that the step before returned, or ``None``.
         Where ``reset``, N bool, is true, a row starts from the network's own initial state, as in :meth:`forward`.
         """
+        key = None
+        if state is not None and reset is None and self.truncate is None and self.links is None:
+            key = (id(self.cell), id(self.initial), self.time_step, form_of(x), form_of(state))
+            prepared = None if None in key else self._steps.get(key)
+            if prepared is not None:
+                return prepared.run(x, state, t)
         cell = self._loop_cell()
         settings = self._call_settings(cell)
         leaves, structure = flatten(x)
@@ -211,9 +231,9 @@ class Recurrent(nn.Module):
             flags = read_rows(read, None, None, table, batch_first=False, check=check).reset
             can_reset = reset is None or settings.initial is not None
             check.require(can_reset, f"reset was given, but neither the network nor {cell.name} has an initial state")
-            entered = _given_state(cell, settings, state, read, check)
+            entered = given_state(cell, settings, state, read, check)
         assert read is not None
-        fresh = None if state is not None and flags is None else _own_state(cell, settings, read, ALL_ROWS)
+        fresh = None if state is not None and flags is None else own_state(cell, settings, read, ALL_ROWS, None)
         entered = fresh if state is None else entered
         border = StepSpec.of_states(entered, None if flags is None else read.rows)
         # As in the loop: the cut comes before the reset, because the restored state keeps its gradient.
@@ -222,7 +242,12 @@ class Recurrent(nn.Module):
         if flags is not None and state is not None:
             entered = select_nested_rows(~flags[0], entered, fresh)
         y, new = eager.call_cell(cell, x, entered, t)
-        return y, cell.leave_loop(unflatten(border.structure, border.accept(new, t)))
+        result = y, cell.leave_loop(unflatten(border.structure, border.accept(new, t)))
+        if key is not None and None not in key:
+            if len(self._steps) >= MAX_STEPS:
+                self._steps.clear()
+            self._steps[key] = PreparedStep(cell, entered)
+        return result
 
     def forecast(
         self,
@@ -242,10 +267,10 @@ class Recurrent(nn.Module):
 
         Raises as :meth:`forward`, and ``UsageError`` if the eager loop would run the call, because it keeps all values.
         """
-        if not _is_integer(steps) or steps < 1:
+        if not is_integer(steps) or steps < 1:
             raise UsageError(f"steps is {steps!r}, wanted at least 1")
         cell = self._loop_cell()
-        job, _ = _read_call(cell, self._call_settings(cell), inputs, state, lengths=lengths, mask=mask, reset=reset)
+        job, _ = read_call(cell, self._call_settings(cell), inputs, state, lengths=lengths, mask=mask, reset=reset)
         return self._current_plans().forecast(job, steps)
 
     def explain(self) -> str:
@@ -259,7 +284,7 @@ class Recurrent(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans refer to these parameters, and the handle to this network. A copy must not share either.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_handle")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_steps", "_handle")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -267,6 +292,7 @@ class Recurrent(nn.Module):
 
     def _register(self) -> None:
         self._plans = PlanCache(self.backend, self.memory, self.verify)
+        self._steps: dict[Hashable, PreparedStep] = {}  # of `step`, by the form of its arguments
         self._handle = register_network(self)
 
     def extra_repr(self) -> str:
@@ -335,13 +361,8 @@ def _check_cell(check: Validator, cell: object) -> None:
 
 
 def _check_truncate(check: Validator, truncate: Any) -> None:
-    valid = truncate is None or (_is_integer(truncate) and truncate >= 1)
+    valid = truncate is None or (is_integer(truncate) and truncate >= 1)
     check.require(valid, f"truncate is {truncate!r}, wanted at least 1 step, or None")
-
-
-def _is_integer(value: object) -> bool:
-    # SymInt: a symbolic integer of a graph that is being traced.
-    return type(value) is not bool and isinstance(value, Integral | torch.SymInt)
 
 
 def recurrent_net(
@@ -406,7 +427,7 @@ def _shared_plans(backend: BackendName, memory: Memory, verify: VerifyMode) -> P
 def run_network(cell: Cell, settings: RecurrentSettings, inputs: Any, state: Any, **rows: Any) -> Result:
     """Implementation of `Recurrent.forward` and `recurrent_net`."""
     packed = inputs if isinstance(inputs, PackedSequence) else None
-    job, lengths = _read_call(cell, settings, inputs, state, **rows)
+    job, lengths = read_call(cell, settings, inputs, state, **rows)
     # A packed input is time first, regardless of `batch_first`. So are its outputs, but not its states.
     outputs, last, states = job.run() if settings.plans is None else settings.plans.run(job)
     if settings.batch_first and states is not None:
@@ -417,80 +438,6 @@ def run_network(cell: Cell, settings: RecurrentSettings, inputs: Any, state: Any
         outputs = map_leaves(partial(batch_first_again, rows=job.inputs.rows), outputs)
     axis = 2 if settings.batch_first else 1
     return Result(outputs, cell.leave_loop(last), None if states is None else cell.leave_loop(states, axis))
-
-
-def _read_call(
-    cell: Cell,
-    settings: RecurrentSettings,
-    inputs: Any,
-    state: Any,
-    *,
-    lengths: Lengths | None = None,
-    mask: Tensor | None = None,
-    reset: Tensor | None = None,
-    start: int = 0,
-) -> tuple[eager.SequenceRun, Lengths | None]:
-    """The validated and normalised arguments of a call, and the lengths, which a PackedSequence brings itself."""
-    packed = inputs if isinstance(inputs, PackedSequence) else None
-    with Validator(f"the recurrent network of cell {cell.name} cannot run on these arguments") as check:
-        if packed is not None:
-            check.require(lengths is None, "lengths were given, but the inputs are a PackedSequence, which has its own")
-            inputs, lengths = pad_packed_sequence(packed)
-        by_row = not (lengths is mask is reset is None)
-        batch_first = settings.batch_first and packed is None
-        read = read_inputs(inputs, batch_first=batch_first, certain=batch_first or by_row, check=check)
-        rows = ALL_ROWS
-        if by_row:
-            rows = read_rows(read, lengths, mask, reset, batch_first=settings.batch_first, check=check)
-        if type(start) is not int or start < 0:
-            valid = _is_integer(start) and start >= 0
-            check.require(valid, f"start is {start!r}, wanted the number of the first step, 0 or more")
-        initial = _given_state(cell, settings, state, read, check)
-    assert read is not None
-    fresh = None
-    # With a state and a reset, rows start from `state` and return to the network's own state, so both are needed.
-    if state is None or (reset is not None and settings.initial is not None):
-        fresh = _own_state(cell, settings, read, rows)
-        fault = None if initial is None else difference(flatten(fresh)[1], flatten(initial)[1], "state")
-        if fault:
-            raise SpecError(f"the state given to cell {cell.name} is not nested as its initial state: {fault}")
-    initial = fresh if state is None else initial
-    return eager.SequenceRun(cell, read, rows, initial, fresh, start, settings.truncate), lengths
-
-
-def _given_state(
-    cell: Cell, settings: RecurrentSettings, state: Any, inputs: SequenceInputs | None, check: Validator
-) -> Any:
-    if state is None:
-        if settings.initial is None:
-            check.add(
-                f"there is no initial state: give state=, or initial= to the network, or give {cell.name} a method "
-                "initial_state(first input)"
-            )
-        return None
-    # A state with a fault could raise another, misleading one when it is expanded.
-    before = len(check.faults)
-    entered = cell.enter_loop(state, check)
-    return entered if inputs is None or len(check.faults) > before else expand_state(entered, inputs, check)
-
-
-def _own_state(cell: Cell, settings: RecurrentSettings, inputs: SequenceInputs, rows: RowMasks) -> Any:
-    """The network's own initial state for the rows of ``inputs``, computed from the first step."""
-    make = settings.initial
-    assert make is not None
-    step = inputs.first_step() if inputs.steps else inputs.placeholder_step()
-    if inputs.steps and rows.valid is not None:
-        # A row of length 0 has padding in its first step already, which can hold NaN.
-        step = replace_padding(step, rows.valid[0], padding_values(inputs, rows.valid))
-    with Validator(f"the initial state of the recurrent network of cell {cell.name} does not fit its inputs") as check:
-        x = unflatten(inputs.structure, step)
-        try:
-            initial = make(x)
-        except Exception as error:
-            eager.raise_input_form(cell, x, error)
-            raise
-        entered = cell.enter_loop(initial, check)
-        return expand_state(entered, inputs, check, for_one_row=isinstance(make, StoredState))
 
 
 class FoldedText(str):

@@ -17,7 +17,7 @@ computed from a parameter that the cell reads too. The gates are then opened for
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
@@ -31,7 +31,7 @@ from torchweft.core.context import ExecutionContext
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, join_faults
 from torchweft.core.pytree import flatten, unflatten
 from torchweft.recurrent.capture import Cell, gradients_of, tensor_outputs
-from torchweft.recurrent.graph import StepGraph
+from torchweft.recurrent.graph import StepGraph, draw_numbers
 from torchweft.recurrent.plan_backends import (
     Backend,
     Chunk,
@@ -40,6 +40,7 @@ from torchweft.recurrent.plan_backends import (
     MemoryPolicy,
     choose_policy,
     chunk_bounds,
+    copy_bytes,
     size_of,
 )
 from torchweft.recurrent.pytorch_internals import has_storage, outside_vmap
@@ -47,7 +48,7 @@ from torchweft.recurrent.pytorch_internals import has_storage, outside_vmap
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceLeaves(Generic[Value]):
     """Flat leaves of a sequence: outputs T x ..., states after every step T x ..., and the states after the last."""
 
@@ -60,8 +61,8 @@ class SequenceLeaves(Generic[Value]):
         return [(f"{name} {i}", value) for name, values in parts for i, value in enumerate(values)]
 
 
-# A tensor that backward reads: its name for messages, and its version, see `_version_of`.
-Read = tuple[str, Tensor, tuple[int, int]]
+# A tensor that backward reads: its role and number for messages, its version, and its address.
+Read = tuple[str, int, Tensor, tuple[int, int]]
 
 
 def run_derived(
@@ -70,31 +71,56 @@ def run_derived(
     states: Sequence[Tensor],
     memory: Memory = "full",
     replay: "EagerReplay | None" = None,
+    reserved: int = 0,
 ) -> SequenceLeaves[Tensor]:
     """Run a whole sequence. `inputs` are T x ... with T at least 1, `states` the initial ones.
 
     If not all states are kept, `states` of the result is empty. Without `replay` a gradient of a gradient is rejected.
-    Raises UsageError if `memory` is too small.
+    Raises UsageError if `memory`, without the `reserved` bytes, is too small.
     """
-    steps, missing = len(inputs[0]), backend.missing
+    steps, missing = inputs[0].shape[0], backend.missing
     parameters = backend.captured.parameters
     if missing:
         inputs = [append_rows(leaf, 1, missing) for leaf in inputs]
         states = [append_rows(leaf, 0, missing) for leaf in states]
     tracked = torch.is_grad_enabled() and any([leaf.requires_grad for leaf in (*inputs, *states, *parameters)])
     if tracked and memory not in ("full", "states"):
-        policy = choose_policy(memory, size_of(backend, steps, states))
+        policy = choose_policy(memory, size_of(backend, steps, states, reserved))
     else:
         policy = MemoryPolicy(values=tracked and memory == "full")
     function = ScanFunction(backend, inputs, states, parameters, policy, tracked, replay)
-    with torch.set_grad_enabled(tracked):
-        ends = function.split_ends(apply_as_node(function, function.tensors) if tracked else function.forward()[0])
-        if missing:
-            pairs = [[(leaf, leaf[:, :-missing]) for leaf in leaves] for leaves in (ends.outputs, ends.states)]
-            # A loop-invariant state is one row expanded over all steps. A contiguous copy would take T times as much.
-            outputs, every = ([cut.contiguous() if e.is_contiguous() else cut for e, cut in part] for part in pairs)
-            ends = SequenceLeaves(outputs, every, [leaf[:-missing] for leaf in ends.last])
-    return ends
+    if tracked:
+        ends = function.split_ends(apply_as_node(function, function.differentiable_tensors()))
+        return _without_filled_rows(ends, missing) if missing else ends
+    with torch.no_grad():
+        ends = function.split_ends(function.forward()[0])
+        return _without_filled_rows(ends, missing) if missing else ends
+
+
+def _without_filled_rows(ends: SequenceLeaves[Tensor], missing: int) -> SequenceLeaves[Tensor]:
+    pairs = [[(leaf, leaf[:, :-missing]) for leaf in leaves] for leaves in (ends.outputs, ends.states)]
+    # A loop-invariant state is one row expanded over all steps. A contiguous copy would take T times as much.
+    outputs, every = ([cut.contiguous() if e.is_contiguous() else cut for e, cut in part] for part in pairs)
+    return SequenceLeaves(outputs, every, [leaf[:-missing] for leaf in ends.last])
+
+
+def run_plan(
+    backend: Backend,
+    step: Cell,
+    inputs: Sequence[Tensor],
+    states: Sequence[Tensor],
+    restored: Callable[[], AbstractContextManager[bool]],
+    device: torch.device,
+    memory: Memory,
+    reserved: int = 0,
+) -> SequenceLeaves[Tensor]:
+    """`run_derived` of a cell's `step`, with its random numbers, and a replay for gradients of gradients."""
+    captured = backend.captured
+    # Before the draws below, because the replay draws the same numbers again.
+    replay = EagerReplay(captured, step, device, restored) if torch.is_grad_enabled() else None
+    if captured.draws:
+        inputs = [*inputs, *draw_numbers(captured.draws, len(inputs[0]), device)]
+    return run_derived(backend, inputs, states, memory, replay, reserved)
 
 
 def append_rows(tensor: Tensor, axis: int, more: int) -> Tensor:
@@ -117,6 +143,7 @@ class Buffers:
         self._inputs, self._initial = inputs, initial
         self._invariant, self._aliases = captured.invariant, captured.aliases
         steps, longest = bounds[-1], bounds[1] - bounds[0]  # only the last chunk can be shorter
+        self._steps = steps
         # None for a state that is loop-invariant, or not kept whole.
         self.states: list[Tensor | None] = [None] * len(initial)
         # Rows that all chunks share. Allocated per chunk between small blocks, each would get another address, and the
@@ -135,24 +162,31 @@ class Buffers:
     def chunk_views(self, start: int, end: int, first: Sequence[Tensor] | None = None, offset: int = 0) -> Chunk:
         """A chunk. `first` are the states before it, unless already stored. The buffers begin at step `offset`."""
         states, rows = list[Tensor](), slice(start - offset, end - offset + 1)
+        # A slice takes as long as the work of a short chunk, so a chunk of all steps has none.
+        is_whole = end - start == self._steps
         for k, whole in enumerate(self.states):
             if k in self._invariant:
                 states.append(self._initial[k])
                 continue
-            states.append(self._shared[k][: end - start + 1] if whole is None else whole[rows])
-            if first is not None:
-                states[k][0].copy_(first[k])
-        outputs = [
-            states[self._aliases[i]][1:] if i in self._aliases else output[start - offset : end - offset]
-            for i, output in enumerate(self.outputs)
-        ]
-        return Chunk(end - start, [leaf[start:end].contiguous() for leaf in self._inputs], states, outputs)
+            states.append(self._shared[k][: end - start + 1] if whole is None else whole if is_whole else whole[rows])
+            # In memory for all steps, the chunk before has written this row.
+            if first is not None and (whole is None or start == offset):
+                _copy_row(states[k], 0, first[k])
+        outputs, inputs = self.outputs, self._inputs
+        if not is_whole:
+            outputs = [
+                states[self._aliases[i]][1:] if i in self._aliases else output[start - offset : end - offset]
+                for i, output in enumerate(outputs)
+            ]
+        if end - start != inputs[0].shape[0]:
+            inputs = [leaf[start:end] for leaf in inputs]
+        return Chunk(end - start, [leaf.contiguous() for leaf in inputs], states, outputs)
 
     def free_shared(self) -> None:
         self._shared.clear()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SavedSequence:
     """The memory that forward leaves for backward: other values by chunk, and the first states of each segment."""
 
@@ -176,17 +210,22 @@ class ScanFunction:
         replay: "EagerReplay | None",
     ) -> None:
         self.tensors = [*inputs, *states, *parameters]
+        self._learned = [i for i, tensor in enumerate(self.tensors) if tensor.requires_grad]
         self._counts = len(inputs), len(states)
         self._backend, self._policy, self._tracked, self._replay = backend, policy, tracked, replay
         # Compiled loops read memory by address. A tensor with a lazy negation (`conj().imag`) has other numbers there.
         self._inputs = [leaf.detach().resolve_neg() for leaf in inputs]
         self._states = [leaf.detach().resolve_neg().contiguous() for leaf in states]
-        steps = len(inputs[0])
+        steps = inputs[0].shape[0]
         self._bounds = [0, steps] if steps <= backend.chunk_steps else chunk_bounds(steps, backend.chunk_steps)
         self._saved: SavedSequence | None = None
         # Only a replay reads the initial states themselves. The plan reads the copies above.
         replayed = enumerate(states if tracked else ())
-        self._replay_reads: list[Read] = [(f"initial state {i}", s, _version_of(s)) for i, s in replayed]
+        self._replay_reads: list[Read] = [("initial state", i, x, (x._version, x.data_ptr())) for i, x in replayed]
+
+    def differentiable_tensors(self) -> list[Tensor]:
+        """The inputs of the node. Other tensors would only make it slower."""
+        return [self.tensors[i] for i in self._learned]
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """Outputs, states after every step, and the last states again; and for each whether it can have a gradient."""
@@ -195,8 +234,7 @@ class ScanFunction:
         buffers = Buffers(captured, self._inputs, self._states, self._bounds, whole=segment is None)
         values, heads = list[Any](), list[list[Tensor]]()
         constants = backend.begin()
-        # The last states have memory of their own: often only they are used, and a view would keep all states alive.
-        last = [state.clone() for state in self._states]
+        invariant, last = captured.invariant, self._states
         for i, (start, end) in enumerate(pairwise(self._bounds)):
             if segment is not None and i % segment == 0:
                 heads.append([state.clone() for state in last])
@@ -204,34 +242,36 @@ class ScanFunction:
             kept = backend.forward(constants, chunk, keep=keep)
             if keep:
                 values.append(kept)
-            for k, (state, rows) in enumerate(zip(last, chunk.states, strict=True)):
-                if k not in captured.invariant:
-                    state.copy_(rows[-1])
+            last = [rows if k in invariant else rows[-1] for k, rows in enumerate(chunk.states)]
+        # The last states have memory of their own: often only they are used, and a view would keep all states alive.
+        last = [state.clone() for state in last]
         buffers.free_shared()
         every: list[Tensor] = []
         if segment is None:
             pairs = zip(self._states, buffers.states, strict=True)
             every = [s.expand(self._bounds[-1], *s.shape) if rows is None else rows[1:] for s, rows in pairs]
-        ends = [*(output.detach() for output in buffers.outputs), *every, *last]
+        ends = [*[output.detach() for output in buffers.outputs], *every, *last]
         if self._tracked:
-            tensors = {
-                "input": self._inputs,
-                "output": buffers.outputs,
-                "state": [rows for rows in buffers.states if rows is not None],
-                "initial state": [self._states[k] for k in sorted(captured.invariant)],
-                "parameter": self.tensors[sum(self._counts) :],
-                "constant": captured.constants,
-            }
-            read = [(f"{role} {i}", t, _version_of(t)) for role, group in tensors.items() for i, t in enumerate(group)]
+            groups: tuple[tuple[str, Sequence[Tensor]], ...] = (
+                ("input", self._inputs),
+                ("output", buffers.outputs),
+                ("state", [rows for rows in buffers.states if rows is not None]),
+                ("initial state", [self._states[k] for k in sorted(invariant)]),
+                ("parameter", self.tensors[sum(self._counts) :]),
+                ("constant", captured.constants),
+            )
+            # The version alone misses `tensor.data = other` and `set_`, which exchange the memory.
+            read = [(role, i, x, (x._version, x.data_ptr())) for role, group in groups for i, x in enumerate(group)]
             self._saved = SavedSequence(buffers, values, heads, read)
-        return ends, [_can_have_gradient(end) for end in ends]
+        return ends, [end.is_floating_point() or end.is_complex() for end in ends]
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`. Raises BackwardTwiceError if the sequence was freed."""
         if not all([has_storage(gradient) for gradient in gradients if gradient is not None]):
             # A batch of gradients under vmap. It has no memory that a compiled loop could read.
             return self.differentiable_backward(gradients, retain=retain)
-        with self._saved_by_forward(retain=retain) as saved, torch.no_grad():
+        saved = self._saved_by_forward()
+        try:  # autograd runs this without grad mode
             backend, parameters = self._backend, self.tensors[sum(self._counts) :]
             incoming = self.split_ends(gradients)
             back = _BackwardGradients(backend.captured, self._inputs, self._states, parameters, incoming)
@@ -241,41 +281,51 @@ class ScanFunction:
                 if not (self._policy.values and retain):
                     backend.release(values)
             results = back.results()
-            pairs = zip(self.tensors, results, strict=True)
-            silence_unused_hooks([tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf])
-        return results
+            if len(self._learned) < len(results):
+                results = [results[i] for i in self._learned]
+            if any([gradient is None for gradient in results]):
+                pairs = zip(self.differentiable_tensors(), results, strict=True)
+                silence_unused_hooks([tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf])
+            return results
+        finally:
+            if not retain:
+                self._free()
 
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `TwiceDifferentiable`. Raises BackwardTwiceError if the sequence was freed, and DoubleBackwardError."""
-        with self._saved_by_forward(retain=retain, replayed=True):
+        self._saved_by_forward(replayed=True)
+        try:
             if self._replay is None:
                 raise DoubleBackwardError("a gradient of a gradient was requested, but this plan has no cell to replay")
             count, stop = self._counts[0], sum(self._counts)
-            return self._replay.gradients(self.tensors[:count], self.tensors[count:stop], self.split_ends(gradients))
+            ends = self.split_ends(gradients)
+            results = self._replay.gradients(self.tensors[:count], self.tensors[count:stop], ends)
+            return [results[i] for i in self._learned]
+        finally:
+            if not retain:
+                self._free()
 
-    @contextmanager
-    def _saved_by_forward(self, *, retain: bool, replayed: bool = False) -> Generator[SavedSequence]:
-        """The memory of forward, checked for writes. Without `retain`, all of it is freed on exit."""
+    def _saved_by_forward(self, *, replayed: bool = False) -> SavedSequence:
+        """The memory of forward. Raises BackwardTwiceError if it was freed, and InPlaceError if it was written to."""
         saved = self._saved
         if saved is None:
             raise BackwardTwiceError(BACKWARD_TWICE)
         read = [*saved.read, *self._replay_reads] if replayed else saved.read
         # Plain autograd compares versions of saved tensors in the same way. The derived loop is invisible to it.
-        written = [name for name, tensor, version in read if _version_of(tensor) != version]
+        written = [f"{role} {i}" for role, i, x, version in read if (x._version, x.data_ptr()) != version]
         if written:
             raise InPlaceError(
                 join_faults(
                     "backward reads these again, but they were written to after forward; work on a copy:", written
                 )
             )
-        try:
-            yield saved
-        finally:
-            if not retain:
-                # The autograd node lives as long as any value computed from its outputs, such as a logged loss.
-                self._saved = self._replay = None
-                for references in (self.tensors, self._inputs, self._states, self._replay_reads):
-                    references.clear()
+        return saved
+
+    def _free(self) -> None:
+        # The autograd node lives as long as any value computed from its outputs, such as a logged loss.
+        self._saved = self._replay = None
+        for references in (self.tensors, self._inputs, self._states, self._replay_reads):
+            references.clear()
 
     def _chunks_back(
         self, saved: SavedSequence, constants: Any, retain: bool
@@ -313,11 +363,6 @@ def _can_have_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _version_of(tensor: Tensor) -> tuple[int, int]:
-    # The version alone misses `tensor.data = other` and `set_`, which exchange the memory.
-    return tensor._version, tensor.data_ptr()
-
-
 class _BackwardGradients:
     """The gradients of one backward over a sequence."""
 
@@ -330,13 +375,14 @@ class _BackwardGradients:
         incoming: SequenceLeaves[Tensor | None],
     ) -> None:
         self._incoming, self._outputs, self._device = incoming, captured.outputs, inputs[0].device
+        self._steps = inputs[0].shape[0]
         # Clones, because the chunks overwrite them, and the incoming gradients belong to autograd.
         self._carried = [
             torch.zeros_like(s) if grad is None else grad.resolve_neg().clone(memory_format=torch.contiguous_format)
             for s, grad in zip(states, incoming.last, strict=True)
         ]
         self._inputs = [
-            None if meta is None else meta.empty_over(len(inputs[0]), self._device) for meta in captured.input_gradients
+            None if meta is None else meta.empty_over(self._steps, self._device) for meta in captured.input_gradients
         ]
         self._parameters = [
             None if node is None else torch.zeros_like(p, memory_format=torch.contiguous_format)
@@ -345,19 +391,32 @@ class _BackwardGradients:
 
     def of_chunk(self, start: int, end: int) -> Gradients:
         """The gradients of a chunk. Chunks must be requested from the last to the first."""
+        of_outputs, of_states, of_inputs = self._incoming.outputs, self._incoming.states, self._inputs
+        if end - start < self._steps:
+            of_outputs, of_states, of_inputs = (
+                [None if grad is None else grad[start:end] for grad in grads]
+                for grads in (of_outputs, of_states, of_inputs)
+            )
         outputs = [
-            meta.empty_over(end - start, self._device).zero_() if grad is None else _in_memory(grad[start:end])
-            for meta, grad in zip(self._outputs, self._incoming.outputs, strict=True)
+            meta.empty_over(end - start, self._device).zero_() if grad is None else _in_memory(grad)
+            for meta, grad in zip(self._outputs, of_outputs, strict=True)
         ]
         states: list[Tensor | None] = [None] * len(self._carried)
-        if self._incoming.states:
-            states = [None if grad is None else _in_memory(grad[start:end]) for grad in self._incoming.states]
-        inputs = [None if grad is None else grad[start:end] for grad in self._inputs]
-        return Gradients(outputs, states, self._carried, inputs, self._parameters)
+        if of_states:
+            states = [None if grad is None else _in_memory(grad) for grad in of_states]
+        return Gradients(outputs, states, self._carried, of_inputs, self._parameters)
 
     def results(self) -> list[Tensor | None]:
         states = [gradient if _can_have_gradient(gradient) else None for gradient in self._carried]
         return [*self._inputs, *states, *self._parameters]
+
+
+def _copy_row(rows: Tensor, at: int, value: Tensor) -> None:
+    # Both are contiguous and of the same form.
+    if value.is_cpu:
+        copy_bytes(rows, value, at)
+    else:
+        rows[at].copy_(value)
 
 
 def _in_memory(gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Networks by the handle under which a compiled or exported graph finds them.
+"""Networks by the handle under which a compiled graph finds them.
 
 A graph can hold numbers, but not a module. This table maps its number to the network, as long as that lives. It is a
 separate module, because `recurrent.py` registers a network and `custom_op.py`, imported only under tracing, finds it.
@@ -35,8 +35,8 @@ class TraceableNetwork(Protocol):
 _handles = itertools.count(1)
 _networks: "weakref.WeakValueDictionary[int, TraceableNetwork]" = weakref.WeakValueDictionary()
 GONE = (
-    "a compiled or exported graph runs a recurrent network that does not exist here: it was deleted, or the graph was "
-    "loaded in another process; keep the module, or compile and export it again in the process that runs it"
+    "a compiled graph runs a recurrent network that does not exist here: it was deleted, or the graph was loaded in "
+    "another process; keep the module, or compile it again in the process that runs it"
 )
 
 

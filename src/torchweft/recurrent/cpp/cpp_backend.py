@@ -9,6 +9,7 @@ once. Partitioner.py decides which operators it runs.
 
 import copy
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from torchweft.recurrent.cpp.lowering import Lowered, lower
 from torchweft.recurrent.cpp.partitioner import ForwardBackwardSplit, operands_of
 from torchweft.recurrent.cpp.scheduling import explain_function, rows_apart
 from torchweft.recurrent.cpp.workspace import pool, rounded
-from torchweft.recurrent.graph import StepGraph, is_check
-from torchweft.recurrent.plan_backends import Chunk, Gradients, chunk_length
+from torchweft.recurrent.graph import StepGraph, is_check, strong_reference
+from torchweft.recurrent.plan_backends import Chunk, Gradients, chunk_length, copy_bytes
 from torchweft.recurrent.step_plan import BulkEvaluator, explain, leading_to, summed_at_once
 
 _HERE = Path(__file__).parent
@@ -43,6 +44,7 @@ def kernels() -> ctypes.CDLL:
     library = compiler.load(text, exact=False)
     library.torchweft_bind_openmp((ctypes.c_void_p * len(_OPENMP))(*openmp_addresses()))
     library.torchweft_kernels.restype = ctypes.c_void_p
+    library.torchweft_run.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p]
     return library
 
 
@@ -74,12 +76,19 @@ class CompiledFunction:
         self.from_torch = frozenset(index for kind, index in self.arguments if kind == "from torch")
         self._entry = ctypes.c_void_p(_address_of(library, self.function.signature.name))
         self._run = kernels().torchweft_run
+        # The arguments of each kind: their places, and their indices among the tensors of the kind.
+        kinds = cast("list[ArgumentKind]", [*dict.fromkeys(kind for kind, _ in self.arguments)])
+        self.by_kind: list[tuple[ArgumentKind, list[tuple[int, int]]]] = [
+            (kind, [(at, i) for at, (other, i) in enumerate(self.arguments) if other == kind]) for kind in kinds
+        ]
 
     def call(self, steps: int, threads: int, addresses: Sequence[int], workspace: Tensor, rows: int) -> None:
         """Run over `steps` steps. Address 0 stands for no tensor. Sums over time are those of the first `rows` rows."""
-        # One array, so that all generated functions have the same C signature.
-        values = (ctypes.c_void_p * (len(addresses) + 2))(*addresses, workspace.data_ptr(), rows)
-        self._run(self._entry, ctypes.c_long(threads), ctypes.c_long(steps), values)
+        # One array, so that all generated functions have the same C signature. An array of ctypes takes ten times as
+        # long to fill.
+        values = array("Q", addresses)
+        values.extend((workspace.data_ptr(), rows))
+        self._run(self._entry, threads, steps, values.buffer_info()[0])
 
 
 class CompiledStep:
@@ -137,7 +146,7 @@ def _operation_count(value: LoopValue) -> float:
 MIN_PARALLEL_OPERATIONS = 4e6
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Constants:
     """Values that depend on the references only: contiguous for C, and by node for PyTorch."""
 
@@ -158,8 +167,15 @@ class ConstantEvaluator:
         self._operators = [node for node in captured.nodes if node in ancestors]
         read = {*constants, *(operand for node in self._operators for operand in node.all_input_nodes)}
         self._references = [node for node in captured.signature.references if node in read]
+        # All constants are references, which C reads where they are.
+        self._is_direct = not self._operators and not for_torch
+        self._held = [captured.held_reference(node) for node in lowered.constants] if self._is_direct else []
 
     def evaluate(self) -> Constants:
+        if self._is_direct:
+            references = [strong_reference(held) for held in self._held]
+            if all([tensor.dtype not in REDUCED_PRECISION for tensor in references]):
+                return Constants([_plain(tensor) for tensor in references], {})
         values: dict[fx.Node, Any] = {**self._captured.referred(self._references)}
         if self._operators:
             bulk = BulkEvaluator(1, lambda node: False, values)
@@ -170,7 +186,7 @@ class ConstantEvaluator:
         return Constants(tensors, {node: values[node] for node in self._for_torch})
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SavedChunk:
     """Values of a chunk that backward reads: a buffer that C wrote, and tensors that PyTorch computed."""
 
@@ -185,15 +201,22 @@ class SavedLayout:
         self._nodes = saved
         self._sizes = [_step_bytes(node) for node in saved]
         self.step_bytes = sum(self._sizes)
+        self._of_steps: tuple[int, int, list[int]] = (-1, 0, [])  # a number of steps, their bytes, and the offsets
 
     def bytes(self, steps: int) -> int:
-        return rounded(sum(aligned(size * steps) for size in self._sizes) + ALIGN)
+        return self._layout(steps)[1]
+
+    def _layout(self, steps: int) -> tuple[int, int, list[int]]:
+        layout = self._of_steps  # read once: another thread can replace it
+        if layout[0] != steps:
+            *offsets, size = accumulate((aligned(size * steps) for size in self._sizes), initial=0)
+            layout = self._of_steps = (steps, rounded(size + ALIGN), offsets)
+        return layout
 
     def addresses(self, buffer: Tensor, steps: int) -> list[int]:
         start = buffer.data_ptr()
-        sizes = (aligned(size * steps) for size in self._sizes)
-        # The buffer itself can begin anywhere.
-        return list(accumulate(sizes, initial=start + -start % ALIGN))[:-1]
+        start += -start % ALIGN  # the buffer itself can begin anywhere
+        return [start + offset for offset in self._layout(steps)[2]]
 
     def tensors(self, buffer: Tensor, steps: int) -> dict[fx.Node, Tensor]:
         views: dict[fx.Node, Tensor] = {}
@@ -319,8 +342,9 @@ class CppBackend:
         self, routine: CompiledFunction, constants: Constants, chunk: Chunk, after: TorchStage
     ) -> tuple[SavedChunk, BulkEvaluator]:
         outside = self._torch_values(constants, chunk)
-        self._outside.before.run(outside)
-        saved = SavedChunk(pool.acquire(self._saved.bytes(chunk.steps)), {})
+        if self._outside.is_needed:
+            self._outside.before.run(outside)
+        saved = SavedChunk(_acquire(self._saved.bytes(chunk.steps)), {})
         memory: dict[ArgumentKind, Sequence[Tensor | None]] = {
             "input": chunk.inputs, "state": chunk.states, "output": chunk.outputs,
         }  # fmt: skip
@@ -328,7 +352,8 @@ class CppBackend:
         if after.results:
             self._add_c_values(outside, chunk, saved)
             after.run(outside)
-        saved.values.update({node: outside.env[node] for node in self._split.forward_values.from_torch})
+        for node in self._split.forward_values.from_torch:
+            saved.values[node] = outside.env[node]
         return saved, outside
 
     def backward(self, constants: Constants, chunk: Chunk, kept: SavedChunk, gradients: Gradients) -> None:
@@ -337,28 +362,31 @@ class CppBackend:
         carried = [x.new_empty(2, *x.shape) if x.is_floating_point() else x for x in gradients.carried]
         pairs = [(rows, x) for rows, x in zip(carried, gradients.carried, strict=True) if x.is_floating_point()]
         for rows, gradient in pairs:
-            rows[chunk.steps & 1].copy_(gradient)
+            copy_bytes(rows, gradient, chunk.steps & 1)
         outside = self._torch_values(constants, chunk)
         if self._outside.is_needed:
             outside.env.update(zip(self.captured.signature.output_gradients, gradients.outputs, strict=True))
             outside.env.update(kept.values)
             self._add_c_values(outside, chunk, kept)
-        self._outside.before_back.run(outside)
-        metas = [node.meta["val"] for node in self._split.for_torch]
-        for_torch = [torch.empty((chunk.steps, *meta.shape), dtype=meta.dtype) for meta in metas]
+            self._outside.before_back.run(outside)
+        for_torch: list[Tensor] = []
+        if self._split.for_torch:
+            metas = [node.meta["val"] for node in self._split.for_torch]
+            for_torch = [torch.empty((chunk.steps, *meta.shape), dtype=meta.dtype) for meta in metas]
         memory: dict[ArgumentKind, Sequence[Tensor | None]] = {
             "input": chunk.inputs, "state": chunk.states, "output": chunk.outputs, "for torch": for_torch,
             "output gradient": gradients.outputs, "carried gradient": carried, "added gradient": gradients.states,
             "input gradient": gradients.inputs, "parameter gradient": gradients.parameters,
         }  # fmt: skip
         self._call(self.compiled.backward, constants, chunk.steps, kept.buffer, outside, memory)
-        outside.env.update(zip(self._split.for_torch, for_torch, strict=True))
-        self._outside.finish_backward(outside, gradients)
+        if self._outside.is_needed:
+            outside.env.update(zip(self._split.for_torch, for_torch, strict=True))
+            self._outside.finish_backward(outside, gradients)
         for rows, gradient in pairs:
-            gradient.copy_(rows[0])
+            copy_bytes(gradient, rows)
 
     def release(self, kept: SavedChunk) -> None:
-        pool.give(kept.buffer)
+        _give(kept.buffer)
 
     def kept_bytes(self, steps: int) -> int:
         return self._saved.bytes(steps) + steps * sum(map(_step_bytes, self._split.forward_values.from_torch))
@@ -376,8 +404,9 @@ class CppBackend:
 
     def _torch_values(self, constants: Constants, chunk: Chunk) -> BulkEvaluator:
         """Values that PyTorch can read before the loops: constants, inputs, and states before each step."""
-        bulk, signature = BulkEvaluator(chunk.steps, self._split.varies), self.captured.signature
+        bulk = BulkEvaluator(chunk.steps, self._split.varies)
         if self._outside.is_needed:
+            signature = self.captured.signature
             bulk.env.update(constants.values)
             bulk.env.update(zip(signature.inputs, chunk.inputs, strict=True))
             for k, (node, state) in enumerate(zip(signature.states, chunk.states, strict=True)):
@@ -408,21 +437,43 @@ class CppBackend:
     ) -> None:
         """Call a compiled function: resolve each argument's kind and index to an address, and lend it a workspace."""
         # C reads addresses, so this list must keep the contiguous copies alive until the call returns.
-        from_torch = [
-            _plain(outside.env[node]) if i in routine.from_torch else None
-            for i, node in enumerate(self.compiled.lowered.outside)
-        ]
+        from_torch: list[Tensor | None] = []
+        if self._outside.is_needed:
+            from_torch = [
+                _plain(outside.env[node]) if i in routine.from_torch else None
+                for i, node in enumerate(self.compiled.lowered.outside)
+            ]
         tables = {**memory, "constant": constants.tensors, "from torch": from_torch}
-        saved_addresses = self._saved.addresses(saved, steps)
-        addresses = [
-            saved_addresses[i] if kind == "saved" else 0 if (tensor := tables[kind][i]) is None else tensor.data_ptr()
-            for kind, i in routine.arguments
-        ]
+        addresses = [0] * len(routine.arguments)
+        for kind, places in routine.by_kind:
+            if kind == "saved":
+                saved_addresses = self._saved.addresses(saved, steps)
+                for at, i in places:
+                    addresses[at] = saved_addresses[i]
+                continue
+            tensors = tables[kind]
+            for at, i in places:
+                tensor = tensors[i]
+                if tensor is not None:
+                    addresses[at] = tensor.data_ptr()
         # The number of threads changes no bit, see codegen.py, so a short last chunk can use fewer.
         threads = torch.get_num_threads() if routine.work * steps > MIN_PARALLEL_OPERATIONS else 1
-        work = pool.acquire(self._workspace_bytes(steps), "work")
+        work = _acquire(self._workspace_bytes(steps), "work")
         routine.call(steps, threads, addresses, work, self.rows - self.missing)
-        pool.give(work, "work")
+        _give(work, "work")
+
+
+# Below this size PyTorch's allocator keeps the memory, and is faster than the pool.
+_SMALL = 1 << 17
+
+
+def _acquire(size: int, kind: str = "") -> Tensor:
+    return torch.empty(size, dtype=torch.uint8) if size < _SMALL else pool.acquire(size, kind)
+
+
+def _give(buffer: Tensor, kind: str = "") -> None:
+    if buffer.numel() >= _SMALL:
+        pool.give(buffer, kind)
 
 
 def _plain(tensor: Tensor) -> Tensor:

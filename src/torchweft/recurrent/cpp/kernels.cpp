@@ -26,6 +26,7 @@
 #define TALL (TORCHWEFT_BYTES == 64 ? 12 : 6)
 #define UNROLL _Pragma("GCC unroll 16")
 
+static const long SHORT = 8;  // length of an inner axis up to which factors are not packed
 static const long BLOCK = 256;  // rows that are summed before they are added to the sum of those before
 
 // Unaligned vectors that can alias numbers: rows of the caller's tensors begin anywhere.
@@ -216,6 +217,18 @@ void gather(long M, long N, long K, const R *a, long a_row, long a_col, const R 
     const long panels = (N + NR - 1) / NR, tiles = (M + TALL - 1) / TALL;
     const long from = tiles * thread / threads, to = tiles * (thread + 1) / threads;
     R *const packed_a = room + BLOCK * panels * NR;
+    // A short inner axis, as of a sequence of one step, is not worth packing. The order of each sum is the same.
+    if (K / step_rows * used_rows <= SHORT && b_col == 1 && c_col == 1) {
+        const long end = to * TALL < M ? to * TALL : M;
+        for (long i = from * TALL; i < end; i++)
+            for (long k = 0, row = 0; k < K; k++, row = row + 1 < step_rows ? row + 1 : 0) {
+                if (row >= used_rows || (live && !live[k])) continue;
+                const R factor = a[i * a_row + k * a_col], *const from_b = b + k * b_row;
+                R *const sum = c + i * c_row;
+                for (long j = 0; j < N; j++) sum[j] += factor * from_b[j];
+            }
+        return;
+    }
     for (long k = 0, row = 0; k < K && from < to;) {
         long inner = 0, at[BLOCK];
         for (; k < K && inner < BLOCK; k++, row = row + 1 < step_rows ? row + 1 : 0)
