@@ -1,7 +1,7 @@
 """The work of a function that PyTorch does for all steps at once: products that need not wait, and sums over time.
 
-    x W + b of T x N rows          one product, by cuBLAS
-    sum over time of dz' h         one product with an inner axis T x N
+x W + b of T x N rows          one product, by cuBLAS
+sum over time of dz' h         one product with an inner axis T x N
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class BulkWork:
         if base is None:
             return
         at = into.at
-        target = base.reshape(-1).as_strided(at.size(), at.stride(), int(at.storage_offset()))
+        target = base.as_strided(at.size(), at.stride(), base.storage_offset() + int(at.storage_offset()))
         target.add_(self._total(of))
 
     def _total(self, of: ir.Product | ir.Reduce | ir.View) -> Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from torchweft.recurrent.cpp import ir
 from torchweft.recurrent.triton.expressions import TYPES, computed, converted, literal
@@ -49,16 +49,20 @@ class Rotated:
     products: Sequence[ir.LoopValue]
 
 
+def _nothing() -> dict[ir.LoopValue, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Fusion:
     """The products that passes compute in their registers, by product, and the rotated gradients, by carried value."""
 
-    inlined: Mapping[ir.LoopValue, Sequence[ir.LoopValue]] = field(default_factory=dict)
-    rotated: Mapping[ir.LoopValue, Rotated] = field(default_factory=dict)
+    inlined: Mapping[ir.LoopValue, Sequence[ir.LoopValue]] = field(default_factory=_nothing)
+    rotated: Mapping[ir.LoopValue, Rotated] = field(default_factory=_nothing)
     # Carried values to which each pass that reads them adds the caller's gradient, by the argument's name.
-    added: Mapping[ir.LoopValue, str] = field(default_factory=dict)
+    added: Mapping[ir.LoopValue, str] = field(default_factory=_nothing)
     # Concatenations into which the pass that computes a value also writes it, with the offset there.
-    placed: Mapping[ir.LoopValue, Sequence[tuple[ir.LoopValue, int]]] = field(default_factory=dict)
+    placed: Mapping[ir.LoopValue, Sequence[tuple[ir.LoopValue, int]]] = field(default_factory=_nothing)
 
     @property
     def products(self) -> list[ir.LoopValue]:
@@ -69,7 +73,8 @@ class Emitter:
     """The text of one kernel under construction, and what its launch needs to know."""
 
     def __init__(self, memory: StepMemory, sweep: Sweep, block: int, fusion: Fusion) -> None:
-        self.memory, self.sweep, self.block, self.fusion = memory, sweep, block, fusion
+        self.memory, self.block, self.fusion = memory, block, fusion
+        self.sweep: Sweep = sweep
         self.lines: list[str] = []
         self.column_tiles = 1
         self.row_tiles = 1  # of values without a row axis. Others have as many as the batch needs.
@@ -122,7 +127,13 @@ class Emitter:
             yield
 
     def address(
-        self, layout: ir.MemoryLayout, shape: Sequence[int], axis: int | None, *, value: ir.LoopValue, dense: bool = False
+        self,
+        layout: ir.MemoryLayout,
+        shape: Sequence[int],
+        axis: int | None,
+        *,
+        value: ir.LoopValue,
+        dense: bool = False,
     ) -> tuple[str, bool, bool]:
         """The address of a tile, and whether it varies with rows and with columns. A `dense` one does with both."""
         text = self.memory.row_start(layout, self.time, private=self.is_private(value))
@@ -132,7 +143,8 @@ class Emitter:
         if axis is not None and with_rows:
             terms.insert(0, "rows" if layout.strides[axis] == 1 else f"rows * {layout.strides[axis]}")
         with_columns = any("cols" in term for term in terms)
-        if dense and not with_columns:
+        # An address is never a single one: stores need a tile, and the interpreter has no logic of single booleans.
+        if not with_columns and (dense or not with_rows):
             terms, with_columns = [*terms, "cols * 0"], True
         return " + ".join([text, *terms]), with_rows, with_columns
 
@@ -156,11 +168,15 @@ class Emitter:
         return f"tl.load({at}, {mask}, 0)" if mask else f"tl.load({at})"
 
     def store(
-        self, layout: ir.MemoryLayout, shape: Sequence[int], axis: int | None, value: ir.LoopValue, text: str, dense: bool
+        self,
+        layout: ir.MemoryLayout,
+        shape: Sequence[int],
+        axis: int | None,
+        value: ir.LoopValue,
+        text: str,
+        dense: bool,
     ) -> None:
         at, with_rows, with_columns = self.address(layout, shape, axis, value=value, dense=dense)
-        if not (with_rows or with_columns):  # a tile cannot be stored at one address, even if it has one element
-            at += " + cols * 0"
         self.divides_rows |= with_rows
         mask = self.mask(with_rows, columns_of(shape, axis) if with_columns else None)
         self.add(f"tl.store({at}, {text}, {mask})" if mask else f"tl.store({at}, {text})")
@@ -230,7 +246,12 @@ class Emitter:
             self.time = "t"
 
     def _compute(
-        self, group: Sequence[ir.LoopValue], names: Mapping[ir.View, str], shape: Sequence[int], axis: int | None, dense: bool
+        self,
+        group: Sequence[ir.LoopValue],
+        names: Mapping[ir.View, str],
+        shape: Sequence[int],
+        axis: int | None,
+        dense: bool,
     ) -> None:
         for value in group:
             self.add(f"{value} = {_value_text(value, names)}")

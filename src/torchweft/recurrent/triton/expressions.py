@@ -14,8 +14,8 @@ from torchweft.recurrent.cpp import ir
 
 # The dtypes by their names in kernels.
 TYPES = {
-    torch.float32: "tl.float32", torch.float64: "tl.float64", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16",
-    torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
+    torch.float32: "tl.float32", torch.float64: "tl.float64", torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16", torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
     torch.int32: "tl.int32", torch.int64: "tl.int64",
 }  # fmt: skip
 
@@ -38,10 +38,13 @@ _FUNCTIONS = {
     "w_sin": "tl.sin", "w_cos": "tl.cos", "w_erf": "tl.erf", "w_abs": "tl.abs", "w_floor": "tl.floor",
     "w_ceil": "tl.ceil", "w_sigmoid": "sigmoid", "w_sign": "sign", "w_max": "maximum", "w_min": "minimum",
     "w_remainder": "remainder", "w_round": "libdevice.nearbyint",
-    **{f"w_{name}": f"libdevice.{name}" for name in (
-        "tanh", "expm1", "log1p", "log10", "atan2", "pow", "tan", "asin", "acos", "atan", "sinh", "cosh", "fmod", "trunc",
-        "erfc",
-    )},
+    **{
+        f"w_{name}": f"libdevice.{name}"
+        for name in (
+            *("tanh", "expm1", "log1p", "log10", "atan2", "pow", "tan", "asin", "acos", "atan", "sinh", "cosh"),
+            *("fmod", "trunc", "erfc"),
+        )
+    },
 }  # fmt: skip
 
 

@@ -70,7 +70,9 @@ def fuse_loop(memory: StepMemory, groups: Sequence[Group], placed: Placed) -> Fu
     kept = [group for group in groups if group[0] not in inlined and group[0] not in moved]
     loop = {value: group for value, group in inlined.items() if value not in moved}
     rest = {value: group for value, group in inlined.items() if value in moved}
-    return FusedLoop(kept, [g for g in tail if g[0] not in rest], Fusion(loop, rotated, added, placed), Fusion(rest), apart)
+    return FusedLoop(
+        kept, [g for g in tail if g[0] not in rest], Fusion(loop, rotated, added, placed), Fusion(rest), apart
+    )
 
 
 class _Finder:
@@ -141,7 +143,7 @@ class _Finder:
         if not (signature.backward and self.memory.by_rows):
             return {}, []
         starts = {end: start for start, end in signature.carried if end is not None}
-        for end, start in starts.items():
+        for end in starts:
             group = self.home.get(end)
             if group is None or group in tail or not all(value in starts for value in group):
                 continue

@@ -41,9 +41,10 @@ class TritonLoops:
         late = memory.postponed(groups, all_late=self.tier == "segments")
         groups = [[value for value in group if value not in late] for group in groups]
         loop = fuse_loop(memory, [group for group in groups if group], placed)
-        kernels = ([rows_kernel(memory, loop)], []) if self.tier == "rows" else segment_kernels(memory, loop)
-        self.main = kernels
-        self._phases.append((phase.bulk, *kernels))
+        in_rows = self.tier == "rows"
+        kernels, tail = ([rows_kernel(memory, loop)], list[Kernel]()) if in_rows else segment_kernels(memory, loop)
+        self.main = kernels, tail
+        self._phases.append((phase.bulk, kernels, tail))
         if late:
             self._phases.append(([], self._steps_kernels(late, "late"), []))
 
@@ -51,7 +52,9 @@ class TritonLoops:
         # Steps run at once, so a value that is read only here needs a row per step too.
         for value in values:
             self.memory.add_stack(value)
-        return steps_kernels(self.memory, fuse(values, self.memory.axes), f"{self.memory.function.signature.name}_{name}")
+        return steps_kernels(
+            self.memory, fuse(values, self.memory.axes), f"{self.memory.function.signature.name}_{name}"
+        )
 
     def empty_argument(self, name: str, steps: int, device: torch.device) -> Tensor:
         """Memory of an argument with a row per step."""
@@ -61,9 +64,7 @@ class TritonLoops:
     def text(self) -> str:
         return "\n\n".join(kernel.text for _, kernels, tail in self._phases for kernel in (*kernels, *tail))
 
-    def run(
-        self, steps: int, tables: Mapping[str, Sequence[Tensor | None]], device: torch.device
-    ) -> None:
+    def run(self, steps: int, tables: Mapping[str, Sequence[Tensor | None]], device: torch.device) -> None:
         """Run over so many steps, on the caller's tensors by kind and index."""
         memory, function, rows = self.memory, self.memory.function, self.rows
         tensors = {a.name: tables[a.kind][a.index] for a in function.signature.arguments}

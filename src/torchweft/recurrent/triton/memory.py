@@ -158,7 +158,7 @@ class StepMemory:
         """A view in all steps, T x ..., or without T if it is the same in all."""
         sizes = self.sizes(shape.sizes, shape.axis if shape.first else None, rows)
         flat = memory.reshape(-1)
-        offset = layout.offset
+        offset = flat.storage_offset() + layout.offset  # a chunk is a part of the caller's memory
         if layout.row == "same":
             return flat.as_strided(sizes, layout.strides, offset)
         pitch = memory[0].numel()

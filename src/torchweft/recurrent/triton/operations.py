@@ -1,9 +1,9 @@
 """Text of the operations that are not elementwise: products, reductions, operations along an axis, concatenations.
 
-    product     accumulators of [16, BN] tiles over the inner axis; a product of each row's own matrices: row by row
-    reduction   [rows, columns, J] tiles, reduced along J
-    along axis  one element of the axis after another, for a tile of all others
-    cat         a copy of each piece that was not computed in its place
+product     accumulators of [16, BN] tiles over the inner axis; a product of each row's own matrices: row by row
+reduction   [rows, columns, J] tiles, reduced along J
+along axis  one element of the axis after another, for a tile of all others
+cat         a copy of each piece that was not computed in its place
 """
 
 from collections.abc import Sequence
@@ -135,7 +135,10 @@ class _ProductText:
             loop = f"for k0 in range(0, {inner}, {deep}):" if inner > deep else None
             with emitter.indented(loop):
                 emitter.add(f"ks = {'k0 + ' if loop else ''}tl.arange(0, {deep})")
-                left, right = self._at("left", batches, "ms", "ks[None, :]"), self._at("right", batches, "ks[:, None]", "cols")
+                left, right = (
+                    self._at("left", batches, "ms", "ks[None, :]"),
+                    self._at("right", batches, "ks[:, None]", "cols"),
+                )
                 emitter.add(f"a = tl.load({left}, {inside} & (ks[None, :] < {inner}), 0)")
                 # Rows of the batch beyond the last one have matrices of their own, which do not exist.
                 own = "live & " if inside.startswith("live") else ""
@@ -216,7 +219,9 @@ def _identity(kind: str, dtype: torch.dtype) -> str:
 def _unreduced(operation: ir.Reduce, to: ir.MemoryLayout) -> ir.MemoryLayout:
     """The result's layout over the source's shape."""
     strides = iter(to.strides)
-    steps = [next(strides) if operation.keep or i not in operation.axes else 0 for i in range(len(operation.source.shape))]
+    steps = [
+        next(strides) if operation.keep or i not in operation.axes else 0 for i in range(len(operation.source.shape))
+    ]
     return to.with_strides([0 if i in operation.axes else step for i, step in enumerate(steps)])
 
 

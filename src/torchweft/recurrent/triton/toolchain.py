@@ -26,7 +26,7 @@ import torch
 _numbers = count()
 
 # Helpers of the kernels. Comparisons instead of tl.maximum: a NaN of either operand must reach the result.
-_HELPERS = '''
+_HELPERS = """
 @triton.jit
 def sigmoid(x):
     return 1 / (1 + tl.exp(-x))
@@ -51,7 +51,7 @@ def minimum(a, b):
 def remainder(a, b):
     rest = libdevice.fmod(a, b)
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
-'''
+"""
 
 
 @cache
@@ -60,7 +60,9 @@ def _language() -> Any:
     triton = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
     interpreted = bool(cast(Any, triton).knobs.runtime.interpret)
-    libdevice = _interpreted_libdevice(tl) if interpreted else importlib.import_module("triton.language.extra.libdevice")
+    libdevice = (
+        _interpreted_libdevice(tl) if interpreted else importlib.import_module("triton.language.extra.libdevice")
+    )
     return SimpleNamespace(triton=triton, tl=tl, libdevice=libdevice, interpreted=interpreted)
 
 
@@ -75,7 +77,11 @@ def why_unavailable(device: torch.device) -> str | None:
         return "the package triton is not installed"
     if not is_interpreted():
         on_cuda = device.type == "cuda"
-        return None if on_cuda else f"Triton runs on CUDA, and on a CPU with TRITON_INTERPRET=1; the inputs are on {device}"
+        return (
+            None
+            if on_cuda
+            else f"Triton runs on CUDA, and on a CPU with TRITON_INTERPRET=1; the inputs are on {device}"
+        )
     if not type(_language().tl.sum).__name__.startswith("Interpreted"):
         return "TRITON_INTERPRET was set after the import of triton; set it before"
     return None if device.type == "cpu" else f"TRITON_INTERPRET=1 is for tensors on a CPU; the inputs are on {device}"

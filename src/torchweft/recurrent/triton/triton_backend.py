@@ -207,7 +207,11 @@ class TritonBackend:
         """Add the values that the kernels computed forward: saved ones, new states and outputs."""
         bulk.env.update(zip(self._split.saved, saved, strict=True))
         signature, invariant = self.captured.signature, self.captured.invariant
-        moving = [(node, state[1:]) for k, (node, state) in enumerate(zip(signature.new_states, states, strict=True)) if k not in invariant]
+        moving = [
+            (node, state[1:])
+            for k, (node, state) in enumerate(zip(signature.new_states, states, strict=True))
+            if k not in invariant
+        ]
         results = [*zip(signature.outputs, outputs, strict=True), *moving]
         bulk.env.update({node: tensor for node, tensor in results if node is not None and node in self._split.front})
 
@@ -251,4 +255,7 @@ def choose_tier(functions: Sequence[LoopFunction]) -> tuple[Tier, str]:
         tiles = [programs * kernel.column_tiles for kernel in kernels]
         segments_time += len(kernels) * _LAUNCH + work / max(min(max(tiles, default=1), _PROGRAMS), 1) / _PROGRAM_SPEED
     tier: Tier = "rows" if rows_time <= segments_time else "segments"
-    return tier, f"a step is estimated to take {1e6 * rows_time:.0f} us by rows and {1e6 * segments_time:.0f} us by segments"
+    return (
+        tier,
+        f"a step is estimated to take {1e6 * rows_time:.0f} us by rows and {1e6 * segments_time:.0f} us by segments",
+    )
