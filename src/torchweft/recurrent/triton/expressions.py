@@ -15,8 +15,8 @@ from torchweft.recurrent.cpp import ir
 # The dtypes by their names in kernels.
 TYPES = {
     torch.float32: "tl.float32", torch.float64: "tl.float64", torch.bfloat16: "tl.bfloat16",
-    torch.float16: "tl.float16", torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
-    torch.int32: "tl.int32", torch.int64: "tl.int64",
+    torch.float16: "tl.float16", torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8",
+    torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64",
 }  # fmt: skip
 
 # Templates with signs of C.
