@@ -9,7 +9,7 @@
 `plan_cache.py` decides when a plan is made and for which calls it holds. A new backend is added here, not there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -71,3 +71,9 @@ def build_backend(name: str, captured: StepGraph) -> Backend:
 def serves_smaller_batches(backend: Backend | None) -> TypeGuard[CppBackend]:
     """Whether the plan can also run smaller batches that are filled up with rows, by `for_rows`."""
     return isinstance(backend, CppBackend)
+
+
+def for_any_rows(backends: Sequence[Backend | None], rows: int) -> Backend | None:
+    """A plan for so many rows without another capture, from two plans that differ in their number only, or None."""
+    plans = [backend for backend in backends if isinstance(backend, TritonBackend)]
+    return plans[0].for_rows(rows) if len(plans) > 1 and plans[0].serves_rows_like(plans[1]) else None

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.recurrent.cells.zoo_cases import ZOO, ZooCase
-from tests.recurrent.recurrent_cases import as_the_loop, close, eagerly, learned, planned, run_by, spoiled
+from tests.recurrent.recurrent_cases import as_the_loop, close, eagerly, learned, outcome, planned, run_by, spoiled
 from tests.recurrent.triton.triton_cases import TIERS, backend_of, choose, needs_triton
 from torchweft.core.pytree import map_leaves
+from torchweft.recurrent.plan_cache import PlannedCall
 from torchweft.recurrent.triton.loops import Tier
 
 pytestmark = needs_triton
@@ -177,3 +178,22 @@ def test_step_of_a_gated_cell_is_one_launch_each_way(cell: nn.Module, states: in
     plan = backend_of(step, torch.randn(5, 3), tuple(first) if states == 2 else first[0], "segments")
     launches = [len(kernels) for loops in (plan.forward_loops, plan.backward_loops) for kernels in loops.main]
     assert launches == [1, 0, 1, 1], "in each step, and after the last one"
+
+
+def test_third_batch_size_needs_no_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of rows is a variable of the kernels."""
+    choose(monkeypatch, "segments")
+    torch.manual_seed(6)
+    net, made = planned(nn.GRUCell(3, 4).double(), "triton", verify="never"), list[str]()
+    make = PlannedCall.make
+
+    def counting(call: PlannedCall, name: str) -> Any:
+        made.append(name)
+        return make(call, name)
+
+    monkeypatch.setattr(PlannedCall, "make", counting)
+    for rows in (5, 3, 18, 1):
+        x = torch.randn(3, rows, 3).double().requires_grad_()
+        results = [outcome(each, x) for each in (net, eagerly(net.cell))]
+        close(*results, 1e-11)
+    assert made == ["triton", "triton"] and run_by(net) == {"triton"}

@@ -13,6 +13,14 @@ from torchweft.recurrent.cpp import ir
 from torchweft.recurrent.triton.memory import StepMemory
 
 
+def unexpanded(view: ir.View) -> ir.View:
+    """A view without the repetition along expanded axes, which keep size 1."""
+    at = view.at
+    for axis, stride in enumerate(view.at.stride()):
+        at = at if stride else at.narrow(axis, 0, 1)
+    return ir.View(view.value, at)
+
+
 class BulkWork:
     """Bulk work on the memory of one run: tensors by the variables that stand for their addresses in kernels."""
 
@@ -42,7 +50,7 @@ class BulkWork:
             torch.matmul(left, right, out=to)
             return
         result = torch.matmul(left, right)
-        to.copy_(result if start is None else result.add_(self._stacked(start)))
+        to.copy_(result if start is None else result.add_(self._stacked(unexpanded(start))))
 
     def _add_total(self, of: ir.Product | ir.Reduce | ir.View, into: ir.View) -> None:
         base = self._tensors[self._memory.layouts[into.value].base]

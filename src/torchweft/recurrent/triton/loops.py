@@ -9,7 +9,7 @@ from torch import Tensor
 from torchweft.recurrent.cpp import ir
 from torchweft.recurrent.cpp.scheduling import LoopFunction, Phase, fuse
 from torchweft.recurrent.triton import toolchain
-from torchweft.recurrent.triton.bulk import BulkWork
+from torchweft.recurrent.triton.bulk import BulkWork, unexpanded
 from torchweft.recurrent.triton.fusion import fuse_loop, place_pieces
 from torchweft.recurrent.triton.kernels import Kernel, rows_kernel, segment_kernels, steps_kernels
 from torchweft.recurrent.triton.memory import StepMemory
@@ -59,6 +59,18 @@ class TritonLoops:
     def empty_argument(self, name: str, steps: int, device: torch.device) -> Tensor:
         """Memory of an argument with a row per step."""
         return self.memory.empty(self._arguments[name], self.rows, device, steps)
+
+    @property
+    def description(self) -> str:
+        """All that runs, with N for the number of rows. Two plans with the same description serve any number."""
+        lines = [self.text]
+        for values, _, _ in self._phases:
+            for value in values:
+                start = value.operation.start if isinstance(value.operation, ir.Product) else None
+                read = [unexpanded(v) if v is start else v for v in ir.operand_views(value.operation)]
+                views = read if isinstance(value.operation, ir.TimeReduction) else [ir.whole_view(value), *read]
+                lines.append(f"{value} of {', '.join(map(self.memory.describe, views))}")
+        return "\n".join(lines)
 
     @property
     def text(self) -> str:

@@ -165,6 +165,11 @@ class StepMemory:
         start = pitch if layout.row == "next" else 0
         return flat.as_strided([steps, *sizes], [pitch, *layout.strides], offset + start)
 
+    def describe(self, view: ir.View) -> str:
+        shape = self.view_shape(view)
+        sizes = ["N" if i == shape.axis and shape.first else str(size) for i, size in enumerate(shape.sizes)]
+        return f"{view.value} [{' x '.join(sizes)}] by {tuple(view.at.stride())} from {view.at.storage_offset()}"
+
     def view_shape(self, view: ir.View) -> "ViewShape":
         return ViewShape(view.shape, self.axis_of_view(view), self.axis_of(view.value) == 0)
 

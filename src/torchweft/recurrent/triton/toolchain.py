@@ -15,7 +15,7 @@ import linecache
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
@@ -99,6 +99,7 @@ def _helpers() -> dict[str, Any]:
     return _execute("helpers", _HELPERS, names)
 
 
+@lru_cache(maxsize=1024)  # plans for other batch sizes have the same text, and need not compile it again
 def load_kernel(name: str, text: str) -> Any:
     """The kernel of this name in a text. Triton compiles it at its first launch."""
     return _execute(name, text, dict(_helpers()))[name]

@@ -8,8 +8,10 @@ tiers, see kernels.py. *Rows* are one launch each way. *Segments* are launches i
 are recorded. A cell that neither can run gets a plan of another backend.
 """
 
+import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -59,6 +61,32 @@ class TritonBackend:
     def device(self) -> torch.device:
         signature = self.captured.signature
         return ir.meta_value([*signature.inputs, *signature.states][0]).device
+
+    @cached_property
+    def _description(self) -> tuple[object, ...]:
+        return self.tier, self.forward_loops.description, self.backward_loops.description
+
+    def serves_rows_like(self, other: "TritonBackend") -> bool:
+        """Whether this plan, and one for another number of rows, are the same but for that number."""
+        # The texts hold the number as a variable. So it can stand in neither of them as a number.
+        plain = not (self._outside.is_needed or self.captured.draws)
+        rows = (self.forward_loops.rows, other.forward_loops.rows)
+        return plain and rows[0] != rows[1] and self._has_rows and self._description == other._description
+
+    @cached_property
+    def _has_rows(self) -> bool:
+        signature, rows = self.captured.signature, self.forward_loops.rows
+        nodes = [*signature.inputs, *signature.states, *signature.outputs, *signature.new_states]
+        return all(node is None or ir.meta_value(node).shape[:1] == (rows,) for node in nodes)
+
+    def for_rows(self, rows: int) -> "TritonBackend":
+        """This plan for another number of rows. The kernels are the same."""
+        plan = copy.copy(self)
+        plan.captured = self.captured.with_rows(rows)
+        plan.forward_loops, plan.backward_loops = (copy.copy(x) for x in (self.forward_loops, self.backward_loops))
+        plan.forward_loops.rows = plan.backward_loops.rows = rows
+        plan.recordings = Recordings(self.recordings.record)
+        return plan
 
     def begin(self) -> Constants:
         with self._plainly():
