@@ -24,6 +24,6 @@ def choose(monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
     monkeypatch.setattr(triton_backend, "choose_tier", lambda functions: (tier, "of a test"))
 
 
-def backend_of(cell: Any, x: torch.Tensor, state: Any, tier: Tier) -> TritonBackend:
+def backend_of(cell: Any, x: torch.Tensor, state: Any, tier: Tier | None) -> TritonBackend:
     """The plan of a cell for a step with this input and state."""
     return TritonBackend(capture(cell, x, state, composed=decomposition_table()), tier)
