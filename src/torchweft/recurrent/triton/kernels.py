@@ -50,15 +50,15 @@ class Kernel:
     def _loaded(self) -> Any:
         return toolchain.load_kernel(self.name, self.text)
 
-    def launch(self, memory: Mapping[str, Tensor | None], steps: int, step: int, rows: int, precision: str) -> None:
-        """Launch for all steps, or in segments for one step."""
+    def launch(self, memory: Mapping[str, Tensor | None], steps: int, step: int, rows: int, precision: str) -> Any:
+        """Launch for all steps, or in segments for one step. Returns what Triton compiled."""
         pointers = [memory[name] for name in self.pointers]
         dummy = next(tensor for tensor in pointers if tensor is not None)
         tiles = -(-rows // self.block) if self.block else self.row_tiles
         grid = (steps, tiles, self.column_tiles) if self.sweep == "steps" else (tiles, self.column_tiles)
         arguments = [dummy if tensor is None else tensor for tensor in pointers]
         flags = {f"HAS_{name}": memory[name] is not None for name in self.flags}
-        self._loaded[grid](*arguments, steps, step, rows, PRECISION=precision, **flags, num_warps=WARPS)
+        return self._loaded[grid](*arguments, steps, step, rows, PRECISION=precision, **flags, num_warps=WARPS)
 
 
 # The values of a group, and a function that emits them. It returns whether there is anything to do.

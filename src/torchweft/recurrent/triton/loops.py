@@ -1,7 +1,7 @@
 """One function of a plan, made runnable: kernels for its loops, and bulk work by PyTorch between them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class TritonLoops:
         self.tier: Tier = tier
         self.rows = memory.rows  # of a call
         self.main: tuple[list[Kernel], list[Kernel]] = ([], [])  # of the loop over time, and after it
+        self.compiled: dict[str, Any] = {}  # what Triton made of the kernels: registers, spills
         self._arguments = {layout.base: value for value, layout in memory.layouts.items()}
         self._phases: list[tuple[Sequence[ir.LoopValue], list[Kernel], list[Kernel]]] = []
         for number, phase in enumerate(function.phases):
@@ -93,7 +94,7 @@ class TritonLoops:
             each_step = bool(kernels) and kernels[0].sweep == "segments"
             for step in order if each_step else (0,):
                 for kernel in kernels:
-                    kernel.launch(tensors, steps, step, rows, precision)
+                    self.compiled[kernel.name] = kernel.launch(tensors, steps, step, rows, precision)
             for kernel in tail:
                 kernel.launch(tensors, steps, 0, rows, precision)
 
