@@ -69,7 +69,7 @@ class Fusion:
         return [*self.inlined, *(product for rotated in self.rotated.values() for product in rotated.products)]
 
 
-class Emitter:
+class TileEmitter:
     """The text of one kernel under construction, and what its launch needs to know."""
 
     def __init__(self, memory: StepMemory, sweep: Sweep, block: int, fusion: Fusion) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchweft.recurrent.cpp import ir
 from torchweft.recurrent.triton import toolchain
-from torchweft.recurrent.triton.emitter import ELEMENTS, ROWS, Emitter, Fusion, Sweep, columns_of, power_of_two
+from torchweft.recurrent.triton.emitter import ELEMENTS, ROWS, Fusion, Sweep, TileEmitter, columns_of, power_of_two
 from torchweft.recurrent.triton.fusion import FusedLoop, Group
 from torchweft.recurrent.triton.memory import StepMemory
 from torchweft.recurrent.triton.operations import emit_operation, has_products_by_rows
@@ -62,10 +62,10 @@ class Kernel:
 
 
 # The values of a group, and a function that emits them. It returns whether there is anything to do.
-Part = tuple[Sequence[ir.LoopValue], Callable[[Emitter], bool]]
+Part = tuple[Sequence[ir.LoopValue], Callable[[TileEmitter], bool]]
 
 
-def emit_group(group: Group, emitter: Emitter) -> bool:
+def emit_group(group: Group, emitter: TileEmitter) -> bool:
     if isinstance(group[0].operation, ir.Elementwise):
         emitter.emit_pass(group)
         return True
@@ -73,10 +73,10 @@ def emit_group(group: Group, emitter: Emitter) -> bool:
 
 
 def step_parts(memory: StepMemory, loop: FusedLoop) -> list[Part]:
-    parts: list[Part] = [([v], partial(Emitter.emit_added, value=v, argument=name)) for v, name in loop.apart]
+    parts: list[Part] = [([v], partial(TileEmitter.emit_added, value=v, argument=name)) for v, name in loop.apart]
     parts += [(group, partial(emit_group, group)) for group in loop.groups]
     carried = memory.function.signature.carried
-    return parts + [([start], partial(Emitter.emit_zeros, value=start)) for start, end in carried if end is None]
+    return parts + [([start], partial(TileEmitter.emit_zeros, value=start)) for start, end in carried if end is None]
 
 
 def rows_kernel(memory: StepMemory, loop: FusedLoop) -> Kernel:
@@ -84,7 +84,7 @@ def rows_kernel(memory: StepMemory, loop: FusedLoop) -> Kernel:
     signature = memory.function.signature
     values = [value for group in [*loop.groups, *loop.tail] for value in group]
     block = ROWS if has_products_by_rows([*values, *loop.fusion.products, *loop.tail_fusion.products], memory) else 1
-    emitter = Emitter(memory, "rows", block, loop.fusion)
+    emitter = TileEmitter(memory, "rows", block, loop.fusion)
     with emitter.indented("for i in tl.range(0, T, num_stages=1):"):
         emitter.add("t = tl.cast(T - 1 - i, tl.int64)" if signature.backward else "t = tl.cast(i, tl.int64)")
         for _, emit in step_parts(memory, loop):
@@ -121,7 +121,7 @@ def _one_kernel_each(
 ) -> list[Kernel]:
     kernels: list[Kernel] = []
     for values, emit in parts:
-        emitter = Emitter(memory, sweep, _block_of(memory, values, fusion), fusion)
+        emitter = TileEmitter(memory, sweep, _block_of(memory, values, fusion), fusion)
         if emit(emitter):
             kernels.append(finish(f"{name}_{len(kernels)}", emitter))
     return kernels
@@ -139,7 +139,7 @@ def _block_of(memory: StepMemory, values: Sequence[ir.LoopValue], fusion: Fusion
     return max(1, min(ROWS, ELEMENTS // power_of_two(columns_of(first.shape, memory.axis_of(first)))))
 
 
-def finish(name: str, emitter: Emitter) -> Kernel:
+def finish(name: str, emitter: TileEmitter) -> Kernel:
     """The whole text of a kernel."""
     body = "\n".join(emitter.lines)
     words = set(re.findall(r"\w+", body))

@@ -13,14 +13,14 @@ from math import prod
 import torch
 
 from torchweft.recurrent.cpp import ir
-from torchweft.recurrent.triton.emitter import DEPTH, ELEMENTS, ROWS, Emitter, power_of_two
+from torchweft.recurrent.triton.emitter import DEPTH, ELEMENTS, ROWS, TileEmitter, power_of_two
 from torchweft.recurrent.triton.expressions import TYPES, literal
 from torchweft.recurrent.triton.memory import StepMemory, mixed_index
 
 COLUMNS = 64  # at most so many columns in a tile of a product
 
 
-def emit_operation(emitter: Emitter, value: ir.LoopValue) -> bool:
+def emit_operation(emitter: TileEmitter, value: ir.LoopValue) -> bool:
     """Emit one value. Returns whether there is anything to do. Raises Unsupported."""
     emitter.begin_group()
     match value.operation:
@@ -60,7 +60,7 @@ class _Side:
 
 
 class _ProductText:
-    def __init__(self, emitter: Emitter, value: ir.LoopValue) -> None:
+    def __init__(self, emitter: TileEmitter, value: ir.LoopValue) -> None:
         operation = value.operation
         assert isinstance(operation, ir.Product)
         memory, self.emitter, self.value = emitter.memory, emitter, value
@@ -157,7 +157,7 @@ class _ProductText:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _emit_reduction(emitter: Emitter, value: ir.LoopValue) -> None:
+def _emit_reduction(emitter: TileEmitter, value: ir.LoopValue) -> None:
     operation, memory, axis = value.operation, emitter.memory, emitter.memory.axis_of(value)
     assert isinstance(operation, ir.Reduce)
     shape, along, dtype = operation.source.shape, operation.axes, value.dtype
@@ -196,7 +196,7 @@ def _emit_reduction(emitter: Emitter, value: ir.LoopValue) -> None:
         emitter.add(f"tl.store({' + '.join([to, *terms])}, {result}, {condition})")
 
 
-def _combine(emitter: Emitter, kind: str, dtype: torch.dtype) -> None:
+def _combine(emitter: TileEmitter, kind: str, dtype: torch.dtype) -> None:
     """Combine a tile's elements with those before. A NaN wins, as in PyTorch, which tl.max does not promise."""
     if kind == "sum":
         emitter.add(f"r += tl.sum(e, 2).to({TYPES[dtype]})")
@@ -231,7 +231,7 @@ def _unreduced(operation: ir.Reduce, to: ir.MemoryLayout) -> ir.MemoryLayout:
 class _AlongAxis:
     """Elements of the operands at a place of the axis, for a tile of rows and of all other axes."""
 
-    def __init__(self, emitter: Emitter, value: ir.LoopValue) -> None:
+    def __init__(self, emitter: TileEmitter, value: ir.LoopValue) -> None:
         operation = value.operation
         assert isinstance(operation, ir.AxisOp)
         self.emitter, self.axis, self.rows = emitter, operation.axis, emitter.memory.axis_of(value)
@@ -268,7 +268,7 @@ class _AlongAxis:
         return f"[{self.block}, {self.width}]"
 
 
-def _emit_running_sum(emitter: Emitter, value: ir.LoopValue) -> None:
+def _emit_running_sum(emitter: TileEmitter, value: ir.LoopValue) -> None:
     operation = value.operation
     assert isinstance(operation, ir.AxisOp)
     tile = _AlongAxis(emitter, value)
@@ -279,7 +279,7 @@ def _emit_running_sum(emitter: Emitter, value: ir.LoopValue) -> None:
             tile.store(value, "j", "total")
 
 
-def _emit_extreme(emitter: Emitter, value: ir.LoopValue) -> None:
+def _emit_extreme(emitter: TileEmitter, value: ir.LoopValue) -> None:
     operation = value.operation
     assert isinstance(operation, ir.AxisOp)
     tile, (source,) = _AlongAxis(emitter, value), operation.operands
@@ -296,7 +296,7 @@ def _emit_extreme(emitter: Emitter, value: ir.LoopValue) -> None:
         tile.store(value, "0", "found")
 
 
-def _place(emitter: Emitter, tile: _AlongAxis, index: ir.View, size: int) -> None:
+def _place(emitter: TileEmitter, tile: _AlongAxis, index: ir.View, size: int) -> None:
     emitter.add(f"place = {tile.load(index, 'j')}.to(tl.int64)")
     emitter.add(f"place = tl.where(place < 0, place + {size}, place)")
     emitter.add(f"within = (place >= 0) & (place < {size})")
@@ -307,7 +307,7 @@ def _outside(dtype: torch.dtype) -> str:
     return 'float("nan")' if dtype.is_floating_point else literal(0, dtype)
 
 
-def _emit_gather(emitter: Emitter, value: ir.LoopValue) -> None:
+def _emit_gather(emitter: TileEmitter, value: ir.LoopValue) -> None:
     operation = value.operation
     assert isinstance(operation, ir.AxisOp)
     tile, (source, index) = _AlongAxis(emitter, value), operation.operands
@@ -320,7 +320,7 @@ def _emit_gather(emitter: Emitter, value: ir.LoopValue) -> None:
         tile.store(value, "j", f"tl.where(within, e, {_outside(value.dtype)})")
 
 
-def _emit_scatter(emitter: Emitter, value: ir.LoopValue) -> None:
+def _emit_scatter(emitter: TileEmitter, value: ir.LoopValue) -> None:
     operation = value.operation
     assert isinstance(operation, ir.AxisOp)
     tile, (start, index, source) = _AlongAxis(emitter, value), operation.operands
@@ -343,7 +343,7 @@ def _emit_scatter(emitter: Emitter, value: ir.LoopValue) -> None:
 # -- concatenations ---------------------------------------------------------------------------------------------------
 
 
-def _emit_cat(emitter: Emitter, value: ir.LoopValue) -> None:
+def _emit_cat(emitter: TileEmitter, value: ir.LoopValue) -> None:
     operation, memory, axis = value.operation, emitter.memory, emitter.memory.axis_of(value)
     assert isinstance(operation, ir.Cat)
     into = memory.layout_of(ir.whole_view(value))
