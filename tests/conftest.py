@@ -50,6 +50,10 @@ beartype_package(
 # `weft.experts` sets this on import, but a test can import gRPC before.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+# Triton reads this when it is imported. Without a GPU its kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The division of an operator over threads decides its rounding. The laws compare executors bit by bit, so a worker
 # thread must not round differently because the thread pool was busy.
 torch.set_num_threads(1)

@@ -10,58 +10,23 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 import torchweft as weft
 from benchmarks.gpu.checks import peak_memory
+from benchmarks.gpu.kernels import barriers, kernels
+from benchmarks.gpu.timing import Work, race, recorded, synchronize
 from benchmarks.recurrent.cells import GRUCell, LSTMCell, by_torch, by_torchweft, eager, with_weights_of
 from benchmarks.recurrent.work import distance, training
 from benchmarks.table import Row
 
-Work = Callable[[], object]
 Measurement = Callable[[str, float], Iterator[Row]]
-ROUNDS, WARM_UP = 15, 3
-
-
-def synchronize(place: str) -> None:
-    """Wait for all work on the GPU."""
-    if place != "cpu":
-        torch.cuda.synchronize(place)
-
-
-def race(candidates: Mapping[str, Work], place: str, seconds: float) -> dict[str, float]:
-    """Median seconds per call of each candidate, over at most `ROUNDS` rounds that begin within `seconds`."""
-    calls: dict[str, int] = {}
-    for name, work in candidates.items():
-        for _ in range(WARM_UP):
-            work()
-        synchronize(place)
-        begun = time.perf_counter()
-        work()
-        synchronize(place)
-        calls[name] = max(1, min(200, round(0.02 / (time.perf_counter() - begun))))
-    end = time.perf_counter() + seconds
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
-    order = list(candidates)
-    for _ in range(ROUNDS):
-        for name in order:
-            synchronize(place)
-            begun = time.perf_counter()
-            for _ in range(calls[name]):
-                candidates[name]()
-            synchronize(place)
-            samples[name].append((time.perf_counter() - begun) / calls[name])
-        order = [*order[1:], order[0]]
-        if time.perf_counter() > end:
-            break
-    return {name: median(times) for name, times in samples.items()}
 
 
 # -- stages ---------------------------------------------------------------------------------------------------------
@@ -140,25 +105,6 @@ def stages(place: str, seconds: float) -> Iterator[Row]:
 # -- recurrent networks ---------------------------------------------------------------------------------------------
 
 
-def recorded(work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-    """Record forward and backward as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = work()
-
-    def replay() -> Sequence[Tensor]:
-        graph.replay()
-        return results
-
-    return replay
-
-
 def recurrent(place: str, seconds: float) -> Iterator[Row]:
     """Recurrent networks compared with cuDNN and a CUDA graph: 32 rows, width 256, float32 without TF32."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -167,7 +113,7 @@ def recurrent(place: str, seconds: float) -> Iterator[Row]:
         torch.manual_seed(0)
         peer = of_torch(width, width).to(place)
         cell = with_weights_of(peer, make(width, width).to(place))
-        nets = {backend: weft.Recurrent(cell, backend=backend) for backend in ("python", "inductor", "auto")}
+        nets = {backend: weft.Recurrent(cell, backend=backend) for backend in ("python", "inductor", "triton", "auto")}
         order = ["of_input.weight", "of_state.weight", "of_input.bias", "of_state.bias"]
         for steps in lengths:
             x = torch.randn(steps, batch, width, device=place, requires_grad=True)
@@ -184,7 +130,7 @@ def recurrent(place: str, seconds: float) -> Iterator[Row]:
                 begun = time.perf_counter()
                 candidates[backend]()
                 synchronize(place)
-                launched = [line for line in net.explain().splitlines() if line.startswith("launched")]
+                launched = [line for line in net.explain().splitlines() if line.startswith(("launched", "tier"))]
                 used = net.why()[0][1]
                 notes[backend] = f"first call {time.perf_counter() - begun:.1f} s; {used}; {' '.join(launched)}"
             if place != "cpu":
@@ -291,6 +237,8 @@ MEASUREMENTS: dict[str, tuple[Measurement, float]] = {
     "stages": (stages, 50.0),
     "experts": (experts, 30.0),
     "recurrent": (recurrent, 120.0),
+    "kernels": (kernels, 240.0),
+    "barriers": (barriers, 60.0),
 }
 """Function by name, and the seconds after which its process is killed."""
 

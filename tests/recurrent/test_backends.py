@@ -152,8 +152,11 @@ def test_only_cells_that_are_always_new_cause_a_warning(
     assert len(warned) == 1
 
 
-def test_auto_skips_inductor_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded graphs have never run on a GPU, and a stale one would give wrong results without an error."""
+@pytest.mark.parametrize(
+    ("asked", "order"), [("auto", ["triton", "inductor", "python"]), ("triton", ["triton", "inductor"])]
+)
+def test_plans_on_cuda_are_tried_in_order(asked: Any, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels first. Recorded steps serve the cells that they cannot take."""
     tried: list[str] = []
 
     def make(call: PlannedCall, name: str) -> Any:
@@ -168,9 +171,9 @@ def test_auto_skips_inductor_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         call.inputs = replace(call.inputs, device=torch.device("cuda"))
 
     monkeypatch.setattr(PlannedCall, "__init__", on_cuda)
-    with pytest.warns(NoPlanWarning, match="runs by the eager loop: not python"):
-        Recurrent(nn.GRUCell(3, 4))(torch.randn(2, 1, 3))
-    assert tried == ["python"]
+    with pytest.warns(NoPlanWarning, match="runs by the eager loop: not triton or inductor"):
+        Recurrent(nn.GRUCell(3, 4), backend=asked)(torch.randn(2, 1, 3))
+    assert tried == order
 
 
 @needs_compiler

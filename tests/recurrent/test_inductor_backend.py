@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close
 from torchweft.core.pytree import flatten
-from torchweft.recurrent import Recurrent
+from torchweft.recurrent import Recurrent, recordings
 from torchweft.recurrent import inductor_backend as module
 
 T, N, D, H = 5, 2, 3, 4
@@ -45,6 +45,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two steps, so that sequences have several."""
     torch.manual_seed(0)
     monkeypatch.setattr("torchweft.recurrent.python_backend.chunk_length", lambda *_: 2)
+    monkeypatch.setattr(module, "CHUNK_STEPS", 1)
 
 
 def results(net: Recurrent, steps: int = T, all_states: bool = True, **call: Any) -> list[Tensor]:
@@ -81,23 +82,21 @@ class Recorder:
     def __init__(self, fails: bool = False) -> None:
         self.recorded, self.replayed, self.fails = 0, 0, fails
 
-    def __call__(self, function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.recorded += 1
-        outputs = [output.clone() for output in function()]
 
         def replay() -> None:
             self.replayed += 1
-            for output, value in zip(outputs, function(), strict=True):
-                output.copy_(value)
+            function()
 
-        for output in outputs:
-            output.fill_(7)  # a recording computes nothing before it is replayed
-        return outputs, replay
+        return replay
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, recorder: module.Recorder, **options: Any) -> tuple[Recurrent, Recurrent]:
+def recorded(
+    monkeypatch: pytest.MonkeyPatch, recorder: recordings.Recorder, **options: Any
+) -> tuple[Recurrent, Recurrent]:
     """A network whose chunks are recorded (its steps run by Python, so nothing is compiled), and the eager loop."""
     monkeypatch.setattr(module, "compile_module", lambda graph, arguments: graph)
     monkeypatch.setattr(module, "cuda_recorder", recorder)
@@ -136,17 +135,18 @@ def test_new_weights_need_no_new_recording(monkeypatch: pytest.MonkeyPatch) -> N
     assert recorder.recorded == 2
 
 
-def record_nothing(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+def record_nothing(function: Callable[[], None]) -> Callable[[], None]:
     """Like a graph that missed the kernels: its buffers keep the first results."""
-    return function(), lambda: None
+    function()
+    return lambda: None
 
 
-def record_stale(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+def record_stale(function: Callable[[], None]) -> Callable[[], None]:
     """A replay computes all values again, but from the memory at the time of recording."""
-    outputs = [output.clone() for output in function()]
+    function()
     buffers = {id(buffer): buffer for cell in function.__closure__ or () for buffer in _tensors(cell.cell_contents)}
-    first = [(tensor, tensor.clone()) for tensor in (*buffers.values(), *outputs)]
-    return outputs, lambda: [tensor.copy_(old) for tensor, old in first] and None
+    first = [(tensor, tensor.clone()) for tensor in buffers.values()]
+    return lambda: [tensor.copy_(old) for tensor, old in first] and None
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,8 @@ def test_wrong_recordings_launch_step_by_step(monkeypatch: pytest.MonkeyPatch, r
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list) else []
+    tables = value.values() if isinstance(value, dict) else ()
+    return [item for table in tables for item in table if isinstance(item, Tensor)]
 
 
 def test_threads_share_a_recorded_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +192,7 @@ def test_networks_are_recorded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     within, overlaps = [0], list[int]()
     record = Recorder()
 
-    def slow(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    def slow(function: Callable[[], None]) -> Callable[[], None]:
         within[0] += 1
         time.sleep(0.05)  # another thread would begin
         overlaps.append(within[0])
@@ -236,11 +237,11 @@ def test_each_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatc
         entered.append(which)
         yield
 
-    monkeypatch.setattr(module, "_streams", {})
+    monkeypatch.setattr(recordings, "_streams", {})
     for name, fake in (("Stream", FakeStream), ("current_stream", current.__getitem__), ("stream", stream)):
         monkeypatch.setattr(torch.cuda, name, fake)
     for device in (*devices, devices[1]):
-        with pytest.raises(KeyError), module.recording_stream(device):
+        with pytest.raises(KeyError), recordings.recording_stream(device):
             assert entered[-1].device == device
             assert entered[-1].waits[-1] is current[device] and len(current[device].waits) < len(entered[-1].waits)
             raise KeyError
@@ -249,7 +250,7 @@ def test_each_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.cuda
-def test_gpu_records_chunks_but_not_for_auto() -> None:
+def test_gpu_records_chunks() -> None:
     x = torch.randn(T, N, D, dtype=torch.float64, device="cuda", requires_grad=True)
     nets = {name: Recurrent(nn.GRUCell(D, H).double().cuda(), backend=name) for name in ("inductor", "eager", "auto")}
     found: dict[str, list[Tensor]] = {}
@@ -262,4 +263,4 @@ def test_gpu_records_chunks_but_not_for_auto() -> None:
     for name in ("inductor", "auto"):
         close(found[name], found["eager"], 1e-11)
     assert "a chunk at a time, recorded" in nets["inductor"].explain()
-    assert "python plan" in nets["auto"].why()[0][2]
+    assert "triton plan" in nets["auto"].why()[0][2]

@@ -11,7 +11,8 @@ step_plan.py                                   the operators that must run step 
 plan_cache.py, guards.py, verify.py            the calls for which a plan holds, its check, and its backend
 sequence_function.py                           a whole sequence, as one autograd node
 plan_backends.py, backend_registry.py          the protocol of backends, the values kept for backward; the known ones:
-cpp/, inductor_backend.py, python_backend.py   a loop in C++, compiled steps, loops in Python
+cpp/, triton/                                  loops in C++, kernels for a GPU
+inductor_backend.py, python_backend.py         compiled steps, loops in Python; recordings.py: launches on a GPU
 custom_op.py, traced_networks.py               under torch.compile: one operator
 pytorch_internals.py                           the private names of PyTorch that these modules use
 """

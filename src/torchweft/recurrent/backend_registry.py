@@ -2,13 +2,14 @@
 
     name        module                 devices    limits
     c           cpp/                   CPU        a C++ compiler, and operators that it can lower
-    inductor    inductor_backend.py    all        compiles for seconds; only on request
+    triton      triton/                CUDA       operators that it can lower; elsewhere only in Triton's interpreter
+    inductor    inductor_backend.py    all        compiles for seconds; on a CPU only on request
     python      python_backend.py      all        none, but a loop of small operators can lose against the eager loop
 
 `plan_cache.py` decides when a plan is made and for which calls it holds. A new backend is added here, not there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -20,18 +21,27 @@ from torchweft.recurrent.graph import StepGraph
 from torchweft.recurrent.inductor_backend import InductorBackend
 from torchweft.recurrent.plan_backends import Backend
 from torchweft.recurrent.python_backend import PythonBackend
+from torchweft.recurrent.triton import toolchain
+from torchweft.recurrent.triton.triton_backend import TritonBackend
 
-BackendName = Literal["auto", "c", "inductor", "python", "eager"]
+BackendName = Literal["auto", "c", "triton", "inductor", "python", "eager"]
 _Builder = Callable[[StepGraph], Backend]
-_BUILDERS: dict[str, _Builder] = {"c": CppBackend, "inductor": InductorBackend, "python": PythonBackend}
+_BUILDERS: dict[str, _Builder] = {
+    "c": CppBackend,
+    "triton": TritonBackend,
+    "inductor": InductorBackend,
+    "python": PythonBackend,
+}
 
 
 def candidate_backends(name: BackendName, device: torch.device) -> tuple[str, ...]:
     """The backends to try, the fastest first."""
+    on_cuda = device.type == "cuda"
+    if name == "triton" and on_cuda:
+        return "triton", "inductor"  # recorded steps serve the cells that the kernels cannot take
     if name != "auto":
         return (name,)
-    # Inductor is left out on CUDA too, because its recorded graphs have never run on a GPU.
-    return ("python",) if device.type == "cuda" else ("c", "python")
+    return ("triton", "inductor", "python") if on_cuda else ("c", "python")
 
 
 def is_always_faster(name: str) -> bool:
@@ -42,6 +52,10 @@ def is_always_faster(name: str) -> bool:
 def composed_operators(name: str, device: torch.device) -> Mapping[Any, Any] | None:
     """Decompositions of operators that the backend does not know, for `capture`; None if it knows all."""
     # Raises Unsupported if the backend cannot run on this device.
+    if name == "triton":
+        if why := toolchain.why_unavailable(device):
+            raise Unsupported(why)
+        return decomposition_table()
     if name != "c":
         return None
     if device.type != "cpu":
@@ -57,3 +71,9 @@ def build_backend(name: str, captured: StepGraph) -> Backend:
 def serves_smaller_batches(backend: Backend | None) -> TypeGuard[CppBackend]:
     """Whether the plan can also run smaller batches that are filled up with rows, by `for_rows`."""
     return isinstance(backend, CppBackend)
+
+
+def for_any_rows(backends: Sequence[Backend | None], rows: int) -> Backend | None:
+    """A plan for so many rows without another capture, from two plans that differ in their number only, or None."""
+    plans = [backend for backend in backends if isinstance(backend, TritonBackend)]
+    return plans[0].for_rows(rows) if len(plans) > 1 and plans[0].serves_rows_like(plans[1]) else None

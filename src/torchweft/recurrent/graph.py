@@ -131,6 +131,15 @@ class StepGraph:
     def input_gradients(self) -> list[TensorMeta | None]:
         return [None if node is None else _meta_of(node) for node in self.signature.input_gradients]
 
+    def with_rows(self, rows: int) -> "StepGraph":
+        """The same graph for another number of rows, if those are the first axis of all outputs and inputs."""
+        graph = replace(self)
+        vars(graph)["outputs"] = [meta._replace(shape=(rows, *meta.shape[1:])) for meta in self.outputs]
+        vars(graph)["input_gradients"] = [
+            None if meta is None else meta._replace(shape=(rows, *meta.shape[1:])) for meta in self.input_gradients
+        ]
+        return graph
+
     @cached_property
     def invariant(self) -> set[int]:
         """The states that every step passes on unchanged: constants of the call, such as an encoded source."""

@@ -1,7 +1,7 @@
-"""The Inductor backend: the two loops of a plan as compiled steps. On CUDA all steps of a chunk are one CUDA graph.
+"""The Inductor backend: the two loops of a plan as compiled steps. On CUDA a whole chunk is one CUDA graph.
 
-    CPU      bulk operators | compiled step, L times                        | bulk operators
-    CUDA     the same       | recorded once for each length L, and replayed | the same
+    CPU      bulk operators | compiled step, L times | bulk operators
+    CUDA     all of it recorded once for each length L, and replayed
 
     step(constants, carried, values of this step, rows to write) -> carried
 
@@ -10,78 +10,38 @@ operator and device. Compiling the loop over T as a whole would unroll it, once 
 read are written straight into a row of their buffer, and the next step reads a state from there. Inductor fixes the
 strides of its arguments, so all inputs are contiguous.
 
-A kernel of a small step runs for microseconds, about as long as the host takes to launch it. All steps of a chunk are
-therefore launched together, as one recording. It owns its memory: inputs are copied into it, and results out of it.
+On CUDA the host does nothing for a single step: what a chunk reads and writes are stacked tensors, which
+`recordings.py` copies in and out.
 """
 
-import threading
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from torchweft.core.segment import can_have_gradient
 from torchweft.recurrent.cpp.compiler import CompileError
 from torchweft.recurrent.graph import StepGraph
-from torchweft.recurrent.python_backend import CompiledLoop, Loop, PythonBackend
-from torchweft.recurrent.pytorch_internals import foreach_copy, inductor
-from torchweft.recurrent.verify import difference
+from torchweft.recurrent.plan_backends import Chunk, Gradients
+from torchweft.recurrent.python_backend import CompiledLoop, Loop, PythonBackend, copy_into
+from torchweft.recurrent.pytorch_internals import inductor
+from torchweft.recurrent.recordings import Recordings, Tables, cuda_recorder
+from torchweft.recurrent.step_plan import BulkEvaluator
 
-# Records a function. Returns its outputs, in memory that the recording owns, and a function that recomputes them.
-Recorder = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]
-MAX_RECORDINGS = 16  # lengths for which a loop keeps a recording. Each has memory of its own.
+CHUNK_STEPS = 256  # at least so many steps in a recorded chunk
 _aten = cast(Any, torch.ops.aten)
-
-# Held in the whole process while a chunk is recorded or replayed. A recording has one set of buffers, which threads
-# that share a network would overwrite for each other, and PyTorch records one graph at a time.
-_RECORDING = threading.RLock()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-@contextmanager
-def recording_stream(device: torch.device) -> Generator[None]:
-    """Make the one stream of all recordings on this device current, in order with the caller's current stream."""
-    # The buffers of recordings belong to it, so replays run one after another, whichever streams they serve.
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            # PyTorch hands out 32 streams of each priority in turn. Stages of a pipe have streams of normal priority.
-            # If a stage had the recording stream too, its kernels would be recorded into the graph.
-            recording = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device, priority=-1))
-            current = torch.cuda.current_stream(device)
-            recording.wait_stream(current)
-            stack.callback(current.wait_stream, recording)
-            stack.enter_context(torch.cuda.stream(recording))  # also makes the device the current one
-        yield
-
-
-def cuda_recorder(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Record on the current stream. Raises RuntimeError if the function cannot be recorded."""
-    # Compilation and the creation of library handles happen in the first runs. They cannot be recorded.
-    function()
-    function()
-    graph = torch.cuda.CUDAGraph()
-    # The default stream belongs to the device that recorded first. Kernels on another device would not be recorded.
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        outputs = function()
-    return outputs, graph.replay
-
-
-# Buffers that are read, rows that are written, the carried values at the end, and the function that replays.
-_Recording = tuple[list[Tensor], list[Tensor], list[Tensor], Callable[[], None]]
 
 
 class InductorStep:
-    """The step of a loop: its graph, its compiled function, and its recordings by number of steps."""
+    """The step of a loop: its graph, and its compiled function."""
 
-    def __init__(self, loop: Loop, plan: "InductorBackend") -> None:
-        self._loop, self._plan = loop, plan
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
         self._at = [loop.saved.index(end) if end in loop.saved else None for end in loop.ends]
         self.module = self._build_module()
         self._compiled: Callable[..., Sequence[Tensor]] | None = None
-        self._recordings: dict[int, _Recording] = {}
 
     def run(self, steps: int, *given: Any) -> list[Tensor]:
         """The function of a `CompiledLoop`. Its arguments are those of the source that `Loop.compile` generates."""
@@ -91,8 +51,6 @@ class InductorStep:
         places = [row for _ in loop.saved for row in next(arguments)]
         rows += [_contiguous_rows(next(arguments)) for _ in loop.carried] if loop.added else []
         values += [row for node_rows in rows for row in node_rows]
-        if self._plan.record:
-            return self._replay(steps, values, places)
         return self._launch_steps(steps, values, places)
 
     def _launch_steps(self, steps: int, values: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
@@ -108,53 +66,6 @@ class InductorStep:
             ends = iter(self._compiled(*arguments))
             carried = [next(ends).contiguous() if at is None else places[at * steps + step] for at in self._at]
         return [*carried]
-
-    def _replay(self, steps: int, values: list[Tensor], places: list[Tensor]) -> list[Tensor]:
-        device = values[0].device
-        with _RECORDING:
-            with recording_stream(device):
-                recording = self._find_recording(steps, values, places)
-            if recording is not None:
-                read, written, ends, replay = recording
-                results = [torch.empty_like(end) for end in ends]  # allocated on the caller's stream
-                with recording_stream(device):
-                    foreach_copy(read, values)
-                    replay()
-                    foreach_copy([*places, *results], [*written, *ends])
-                return results
-        return self._launch_steps(steps, values, places)
-
-    def _find_recording(self, steps: int, values: list[Tensor], places: list[Tensor]) -> _Recording | None:
-        # The recording for `steps` steps. After one that fails or gives other results, no more are made.
-        recording = self._recordings.get(steps)
-        if recording is not None or self._plan.record is None:
-            return recording
-        read, written = [value.clone() for value in values], [torch.empty_like(place) for place in places]
-        try:
-            if any(value.device != values[0].device for value in values):
-                raise RuntimeError("the loop reads tensors of several devices")
-            recording = read, written, *self._plan.record(lambda: self._launch_steps(steps, read, written))
-            self._check_replay(recording, steps)
-        except RuntimeError as error:
-            self._plan.stop_recording(error)
-            return None
-        if len(self._recordings) == MAX_RECORDINGS:
-            del self._recordings[next(iter(self._recordings))]
-        return self._recordings.setdefault(steps, recording)
-
-    def _check_replay(self, recording: _Recording, steps: int) -> None:
-        """Replay with other values. Raises RuntimeError if the results are stale or differ from `_launch_steps`."""
-        read, written, ends, replay = recording
-        values = [value * 0.5 + 0.25 if can_have_gradient(value) else value.clone() for value in read]
-        rows, results = [torch.empty_like(row) for row in written], [*written, *ends]
-        expected = [*rows, *self._launch_steps(steps, values, rows)]
-        for result in results:
-            result.fill_(float("nan") if can_have_gradient(result) else 1)  # an empty replay would leave these
-        foreach_copy(read, values)  # after the fill, because an end can be one of the inputs
-        replay()
-        for reference, result in zip(expected, results, strict=True):
-            if fault := difference("a value of its replay", reference, result):
-                raise RuntimeError(fault)
 
     def _build_module(self) -> fx.GraphModule:
         # The step as a function, its arguments in the order of `_launch_steps`.
@@ -198,16 +109,14 @@ def _contiguous_rows(rows: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class InductorBackend(PythonBackend):
-    """See `weft.recurrent.plan_backends.Backend`. On CUDA all steps of a chunk are recorded by `record`."""
+    """See `weft.recurrent.plan_backends.Backend`. On CUDA all work of a chunk is one recording."""
 
     def __init__(self, captured: StepGraph) -> None:
-        self.record: Recorder | None = cuda_recorder if runs_on_cuda(captured) else None
-        self._why_not = ""
         super().__init__(captured)
-
-    def stop_recording(self, error: RuntimeError) -> None:
-        """Launch the steps one by one from now on."""
-        self.record, self._why_not = None, f", because it could not be recorded: {error}"
+        self._on_cuda = runs_on_cuda(captured)
+        self.recordings = Recordings(cuda_recorder if self._on_cuda else None)
+        if self._on_cuda:
+            self.chunk_steps = max(self.chunk_steps, CHUNK_STEPS)
 
     def writes_row(self, node: fx.Node) -> bool:
         """See `PythonBackend`. A compiled step copies all values that it saves."""
@@ -215,16 +124,116 @@ class InductorBackend(PythonBackend):
 
     def compile_loop(self, loop: Loop) -> CompiledLoop:
         """See `PythonBackend`. A step is compiled at its first call."""
-        step = InductorStep(loop, self)
+        step = InductorStep(loop)
         return CompiledLoop(loop, f"a compiled step:\n{step.module.code}", step.run)
 
     def work_bytes(self, steps: int) -> int:
         """See `Backend`. A recording has its own copy of inputs and results."""
-        return super().work_bytes(steps) + (2 * self.kept_bytes(steps) if self.record else 0)
+        return super().work_bytes(steps) + (2 * self.kept_bytes(steps) if self.recordings.record else 0)
 
     def explain(self) -> str:
-        how = "all steps of a chunk at a time, recorded" if self.record else "step by step"
-        return f"{super().explain()}\n\nlaunched {how}{self._why_not}"
+        how = "all steps of a chunk at a time, recorded" if self.recordings.record else "step by step"
+        why = f", because {self.recordings.why_not}" if self.recordings.why_not else ""
+        return f"{super().explain()}\n\nlaunched {how}{why}"
+
+    def forward(self, constants: None, chunk: Chunk, keep: bool) -> Any:
+        return self._forward_of_chunk(chunk) if self._on_cuda else super().forward(constants, chunk, keep)
+
+    def recompute(self, constants: None, chunk: Chunk) -> Any:
+        if not self._on_cuda:
+            return super().recompute(constants, chunk)
+        states = [state if k in self.captured.invariant else state.clone() for k, state in enumerate(chunk.states)]
+        outputs = [torch.empty_like(output) for output in chunk.outputs]
+        return self._forward_of_chunk(Chunk(chunk.steps, chunk.inputs, states, outputs))
+
+    def backward(self, constants: None, chunk: Chunk, kept: Any, gradients: Gradients) -> None:
+        if not self._on_cuda:
+            super().backward(constants, chunk, kept, gradients)
+            return
+        totals = [None if into is None else torch.empty_like(into) for into in gradients.parameters]
+        first = [torch.empty_like(gradient) for gradient in gradients.carried]
+        read: Tables = {
+            "input": chunk.inputs, "state": chunk.states, "output": chunk.outputs, "reference": self._references(),
+            "kept": kept, "output gradient": gradients.outputs, "added gradient": gradients.states,
+            "last": gradients.carried,
+        }  # fmt: skip
+        written: Tables = {"first": first, "input gradient": gradients.inputs, "parameter gradient": totals}
+        self.recordings.run(("backward", chunk.steps), self._backward_work, read, written)
+        copy_into(gradients.carried, first)
+        for into, total in zip(gradients.parameters, totals, strict=True):
+            if into is not None and total is not None:
+                into.add_(total)
+
+    # -- a chunk as a function of stacked tensors ---------------------------------------------------------------------
+
+    def _forward_of_chunk(self, chunk: Chunk) -> list[Tensor]:
+        """Write states and outputs. Returns the other values that backward reads."""
+        kept: list[Tensor] = []
+        for node in self._kept_nodes:
+            meta = node.meta["val"]
+            shape = (chunk.steps, *meta.shape) if self.varies(node) else meta.shape
+            kept.append(torch.empty(shape, dtype=meta.dtype, device=meta.device))
+        invariant = self.captured.invariant
+        moving = [None if k in invariant else state[1:] for k, state in enumerate(chunk.states)]
+        read: Tables = {"input": chunk.inputs, "first": self._first_states(chunk), "reference": self._references()}
+        written: Tables = {"output": chunk.outputs, "state": moving, "kept": kept}
+        self.recordings.run(("forward", chunk.steps), self._forward_work, read, written)
+        return kept
+
+    def _forward_work(self, read: Tables, written: Tables) -> None:
+        references = dict(zip(self.captured.signature.references, _present(read["reference"]), strict=True))
+        outputs, states, bulk = self.run_forward(_present(read["input"]), _present(read["first"]), references)
+        moving = [state for state, into in zip(states, written["state"], strict=True) if into is not None]
+        copy_into(_present(written["output"]), outputs)
+        copy_into(_present(written["state"]), moving)
+        copy_into(_present(written["kept"]), [bulk.env[node] for node in self._kept_nodes])
+
+    def _backward_work(self, read: Tables, written: Tables) -> None:
+        signature, invariant = self.captured.signature, self.captured.invariant
+        inputs, states, last = (_present(read[name]) for name in ("input", "state", "last"))
+        bulk = BulkEvaluator(len(inputs[0]), self.varies)
+        bulk.env.update(zip(self._kept_nodes, _present(read["kept"]), strict=True))
+        bulk.env.update(zip(signature.references, _present(read["reference"]), strict=True))
+        bulk.env.update(zip(signature.inputs, inputs, strict=True))
+        for k, (node, new, state) in enumerate(zip(signature.states, signature.new_states, states, strict=True)):
+            bulk.env[node] = state.expand(bulk.steps, *state.shape) if k in invariant else state[:-1]
+            if new is not None and k not in invariant:
+                bulk.env.setdefault(new, state[1:])
+        for node, output in zip(signature.outputs, _present(read["output"]), strict=True):
+            if node is not None:
+                bulk.env.setdefault(node, output)
+        added = read["added gradient"]
+        if any(gradient is not None for gradient in added):
+            pairs = zip(last, added, strict=True)
+            every = [one.new_zeros(bulk.steps, *one.shape) if more is None else more for one, more in pairs]
+        else:
+            every = None
+        results = self.run_backward(bulk, _present(read["output gradient"]), every, last)
+        copy_into(_present(written["first"]), results[1])
+        for into, gradient in zip(written["input gradient"], results[0], strict=True):
+            if into is not None and gradient is not None:
+                into.copy_(gradient)
+        for into, gradient in zip(written["parameter gradient"], results[2], strict=True):
+            if into is not None:
+                into.zero_() if gradient is None else into.copy_(gradient)
+
+    def _references(self) -> list[Tensor]:
+        references = self.captured.signature.references
+        return list(self.captured.referred(references).values())
+
+    @cached_property
+    def _kept_nodes(self) -> list[fx.Node]:
+        """The values of forward that backward reads, without inputs, states and outputs."""
+        parts, signature = self.parts, self.captured.signature
+        back = {*parts.before_back, *parts.loop_back, *parts.after_back}
+        ends = [*signature.input_gradients, *signature.state_gradients, *signature.parameter_gradients]
+        read = {operand for node in back for operand in node.all_input_nodes} | {end for end in ends if end is not None}
+        known = {*back, *signature.new_states, *signature.outputs}
+        return [node for node in self.captured.nodes if node in read and node not in known]
+
+
+def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def runs_on_cuda(captured: StepGraph) -> bool:

@@ -271,6 +271,10 @@ class PlanCache:
         # Only from the third batch size on, so that a smaller last batch of an epoch is not filled up.
         family = call.step_key(1)
         same_cell = [choice for (_, cell_key), choice in self._choices.items() if cell_key == call.cell_key]
+        if call.rows is not None and not isinstance(self._memory, int):
+            engine = backend_registry.for_any_rows([e.engine for e in same_cell if e.family == family], call.rows)
+            if engine is not None:
+                return self._verified(call, engine)
         relatives = [e.engine for e in same_cell if e.family == family and serves_smaller_batches(e.engine)]
         if len(relatives) < 2 or call.rows is None or isinstance(self._memory, int):
             return None
@@ -281,7 +285,9 @@ class PlanCache:
         larger = self._find_choice(call.with_rows(rows)).engine
         if not (serves_smaller_batches(larger) and larger.apart and same_but_rows(first.captured, larger.captured)):
             return None
-        engine = larger.for_rows(call.rows)
+        return self._verified(call, larger.for_rows(call.rows))
+
+    def _verified(self, call: "PlannedCall", engine: Backend) -> Backend | None:
         if self._verify == "first":
             try:
                 with without_observers():
@@ -292,6 +298,9 @@ class PlanCache:
 
     def _make_choice(self, call: PlannedCall) -> PlanChoice:
         larger = self._fill_up(call)
+        if larger is not None and not larger.missing:
+            why = "a plan for other numbers of rows serves this one too"
+            return PlanChoice(call.kind, larger, "triton", why)
         if larger is not None:
             why = f"its rows are filled up by {larger.missing}, to a number for which there is a plan"
             return PlanChoice(call.kind, larger, "c", why)

@@ -13,7 +13,7 @@ operator. The source is generated once per plan, for any T. The backward loop co
 running down.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, cast
@@ -176,7 +176,7 @@ class PythonBackend:
             if total is not None and gradient is not None:
                 total.add_(gradient)
 
-    def release(self, kept: BulkEvaluator) -> None:
+    def release(self, kept: Any) -> None:
         """Nothing to do, because the memory is freed with `kept`."""
 
     def kept_bytes(self, steps: int) -> int:
@@ -208,14 +208,15 @@ class PythonBackend:
         return without, self._compile_part("loop_back", carried, back, added=True)
 
     def run_forward(
-        self, inputs: Sequence[Tensor], states: Sequence[Tensor]
+        self, inputs: Sequence[Tensor], states: Sequence[Tensor], references: Mapping[fx.Node, Tensor] | None = None
     ) -> tuple[list[Tensor], list[Tensor], BulkEvaluator]:
         """Outputs and states after every step (T x ...), and the values that `run_backward` reads."""
-        # `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state.
+        # `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state. `references` are
+        # the tensors that the cell reads, if not its own.
         signature, parts = self.captured.signature, self.parts
         bulk = BulkEvaluator(len(inputs[0]), self.varies)
         bulk.env.update(zip(signature.inputs, inputs, strict=True))
-        bulk.env.update(self.captured.referred(signature.references))
+        bulk.env.update(self.captured.referred(signature.references) if references is None else references)
         for node, first in zip(signature.states, states, strict=True):
             if node in self._invariant:  # one tensor stands for all steps
                 bulk.env[node] = first.expand(bulk.steps, *first.shape)

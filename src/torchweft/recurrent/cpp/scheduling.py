@@ -309,7 +309,7 @@ def row_axes(
         bound = [
             (view, axis) for view in ir.operand_views(value.operation) if (axis := axes.get(view.value)) is not None
         ]
-        in_result = {_axis_in_result(value, view, axis_in_view(view, axis, rows)) for view, axis in bound}
+        in_result = {axis_in_result(value, view, axis_in_view(view, axis, rows)) for view, axis in bound}
         if len(in_result) > 1 or None in in_result:
             return None
         # A scatter accumulates in memory. If all threads computed it, each would add its own sums there.
@@ -370,7 +370,7 @@ def axis_in_view(view: ir.View, axis: int, rows: int) -> int | None:
     return candidates[0] if inner < stride else None
 
 
-def _axis_in_result(value: ir.LoopValue, view: ir.View, axis: int | None) -> int | None:
+def axis_in_result(value: ir.LoopValue, view: ir.View, axis: int | None) -> int | None:
     """The row axis of an operand in the result, or None if the operator mixes rows."""
     if axis is None:
         return None
