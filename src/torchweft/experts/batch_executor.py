@@ -41,6 +41,7 @@ from torchweft.experts.optimizer_step import OptimizerStep
 from torchweft.experts.schema import FlatSchema, NestedSchema, infer_outputs
 from torchweft.experts.side_effects import SideEffects, TensorSnapshot
 from torchweft.experts.task import Answer, Results, Task, split_rows
+from torchweft.experts.weight_check import WeightCheck
 
 _LARGE = 1 << 20  # bytes: the allocator keeps smaller blocks by itself
 _DEEPEST = 8  # frames of an error in its note
@@ -102,6 +103,10 @@ def split_outputs(batch: Iterable[Tensor], tasks: Sequence[Task], reused: set[in
     # The receiver keeps its results, but these storages are overwritten by the next batch or step.
     private = [x.clone() if x.is_cpu and x.untyped_storage().data_ptr() in reused else x.cpu() for x in plain]
     return split_rows(private, [task.rows for task in tasks])
+
+
+def _blame_weights(answer: Answer, fault: str) -> Answer:
+    return errors.NotFiniteError(fault) if isinstance(answer, errors.GradientError) else answer
 
 
 def _is_device_lost(error: BaseException, device: torch.device) -> bool:
@@ -269,9 +274,10 @@ class WeightUpdates:
         idempotency: IdempotencyTable,
         mini_batches: GradientAccumulators,
         graphs: GraphCache,
+        weights: WeightCheck,
     ) -> None:
         self.stepper, self.idempotency, self.mini_batches = stepper, idempotency, mini_batches
-        self.graphs = graphs
+        self.graphs, self.weights = graphs, weights
         self.check_permit: Callable[[], None] = lambda: None
         self._effects = effects
 
@@ -319,6 +325,7 @@ class WeightUpdates:
         finally:  # the graphs belong to the weights before the step, and a failed step can have changed some
             if self.graphs.enabled:
                 self.graphs.void_graphs()
+        self.weights.after_step(self.stepper.steps)
 
     def commit(
         self, tasks: Sequence[Task], accumulator: GradientAccumulator, results: list[Results], copies: KeyedResults
@@ -454,12 +461,20 @@ class BatchExecutor:
         self.forward_batches = counts["forward_batches"]
         self.module.effects.change_seed(counts["seed"])
         self.updates.forget_pending()
+        self.updates.weights.after_load()
         self.stepper.resume_from(counts["steps"], counts["backward_batches"], counts["branch"])
 
     def _answer_tasks(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
-        device = self.module.effects.device
+        device, weights = self.module.effects.device, self.updates.weights
         with self.lock, on_device(device), self._module_mode(tasks):
+            if weights.fault is not None:
+                return [errors.NotFiniteError(weights.fault) for _ in tasks]
             answers, failures = isolate_faults(tasks, attempt, self.name)
+            if any(isinstance(answer, errors.GradientError) for answer in answers):
+                # NaN in the gradients can come from NaN in the weights, and then no client is at fault.
+                weights.check("when gradients were refused")
+                if weights.fault is not None:
+                    answers = [_blame_weights(answer, weights.fault) for answer in answers]
             self.retried_batches += failures
             for task, answer in zip(tasks, answers, strict=True):
                 if isinstance(answer, BaseException) and _is_device_lost(answer, device):

@@ -75,6 +75,10 @@ class StepError(ExpertError, reason="step"):
     """The optimizer, its schedule or an overridden ``apply_gradients`` raised. The weights can have changed."""
 
 
+class NotFiniteError(ExpertError, reason="finite"):
+    """The expert's own weights hold NaN or infinity. The caller's tensors are not at fault."""
+
+
 class ModuleExitError(ExpertError, reason="exit"):
     """The module raised ``SystemExit`` or ``KeyboardInterrupt``, which must not end the process that serves it."""
 
@@ -209,6 +213,10 @@ class CheckpointError(WeftError, RuntimeError):
 
 class DamagedError(CheckpointError):
     """The content of a file has changed since it was written."""
+
+
+class FormatError(CheckpointError):
+    """The file is intact, but another version of torchweft wrote it in a format that this one cannot read."""
 
 
 class StepsLostWarning(UserWarning):

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, is_number, suggest
 from torchweft.experts.batch_executor import BatchExecutor, FlatModule, WeightUpdates
+from torchweft.experts.errors import NotFiniteError
 from torchweft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards
 from torchweft.experts.graph_cache import GraphBudget, GraphCache
 from torchweft.experts.idempotency import IdempotencyOptions, IdempotencyTable
@@ -35,6 +36,7 @@ from torchweft.experts.optimizer_step import (
     ScheduleLike,
     check_state,
     copy_state,
+    dtype_changes,
     load_parts,
     make_stepping,
 )
@@ -43,6 +45,7 @@ from torchweft.experts.side_effects import SideEffects
 from torchweft.experts.task import Results
 from torchweft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
 from torchweft.experts.telemetry import BackendStatistics, WorkObserver
+from torchweft.experts.weight_check import WeightCheck
 
 
 class ExpertBackend:
@@ -122,7 +125,8 @@ class ExpertBackend:
         self._stepper = OptimizerStep(name, step, journal)
         self._observer: WorkObserver | None = None
         sums, graphs = GradientAccumulators(mini_batches), GraphCache(keep_graphs)
-        updates = WeightUpdates(effects, self._stepper, self.idempotency, sums, graphs)
+        weights = WeightCheck(name, self.module, enabled=(guards or Guards()).finite)
+        updates = WeightUpdates(effects, self._stepper, self.idempotency, sums, graphs, weights)
         flat = FlatModule(name, self.module, effects, call, outputs_schema)
         executor = self.executor = BatchExecutor(name, flat, guards or Guards(), updates)
         # A client's backward must draw the mask of its forward, so tasks of a drawing module run alone. A larger
@@ -143,6 +147,18 @@ class ExpertBackend:
     @property
     def journal(self) -> Journal | None:
         return self._stepper.journal
+
+    @property
+    def fault(self) -> str | None:
+        """The reason why this expert answers no call, such as weights that hold NaN, or None."""
+        return self.executor.updates.weights.fault
+
+    def check_weights(self) -> None:
+        """Raise `NotFiniteError` if weights hold NaN or infinity, so that they must not be saved or sent."""
+        with self.executor.lock:
+            self.executor.updates.weights.check("before its state was saved")
+        if self.fault is not None:
+            raise NotFiniteError(self.fault)
 
     @property
     def pools(self) -> tuple[TaskPool, TaskPool, TaskPool]:
@@ -222,12 +238,23 @@ class ExpertBackend:
         with self.executor.lock:
             return copy_state(self.module, self.optimizer, self.schedule, self.executor.saved_counts())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, without open mini-batches and kept graphs. An error changes nothing."""
+    def load_state_dict(self, state: dict[str, Any], *, lossy: bool = False) -> list[str]:
+        """Continue from a `state_dict`, without open mini-batches and kept graphs. An error changes nothing.
+
+        Returns notes on tensors that were converted to another dtype. Raises ``UsageError`` if that would lose digits,
+        such as float32 into bfloat16, unless ``lossy``.
+        """
         check_state(self.name, state, self.optimizer, self.schedule)
+        changes = dtype_changes(self.module, state["module"])
+        if changes[True] and not lossy:
+            raise UsageError(
+                f"loading the state into expert {self.name!r} would lose digits: {'; '.join(changes[True])}. Make the "
+                "module with the dtype of the state, or allow the loss: ServerOptions(lossy_restore=True)"
+            )
         with self.executor.lock:
             load_parts(self.module, self.optimizer, self.schedule, state)
             self.executor.load_counts(state)
+        return [f"{words}: converted" for words in changes[False] + changes[True]]
 
     def statistics(self, *, wait: bool = True) -> BackendStatistics:
         """Counters, and memory held now. Without ``wait``, numbers can be of different moments while a batch runs."""

@@ -302,6 +302,20 @@ def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None
                 check.add(f"the state is of {word} {saved_class}, but this expert has {type(part).__name__}")
 
 
+def dtype_changes(module: nn.Module, saved: Mapping[str, Any]) -> dict[bool, list[str]]:
+    """Tensors of a saved module that change their dtype, in words, by whether the new dtype loses digits."""
+    changes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    for name, own in module.state_dict().items():
+        value = saved.get(name)
+        if isinstance(own, Tensor) and isinstance(value, Tensor) and value.dtype != own.dtype:
+            changes.setdefault((value.dtype, own.dtype), []).append(name)
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for (old, new), names in changes.items():
+        words = f"{len(names)} tensors ({', '.join(names[:3])}) are {old} in the state, and {new} in this module"
+        texts[torch.promote_types(old, new) != new].append(words.replace("torch.", ""))
+    return texts
+
+
 def load_parts(
     module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, state: Mapping[str, Any]
 ) -> None:

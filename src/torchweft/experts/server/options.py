@@ -37,6 +37,7 @@ class ServerOptions:
     lease_seconds: how long the directory lists a server that does not renew. It renews three times as often.
     checkpoint_seconds: between two rounds of saving the experts that have stepped.
     drain_seconds: how long accepted work can take when the server ends. After that it fails.
+    lossy_restore: load a checkpoint into a module of a dtype with fewer digits, such as float32 into bfloat16.
 
     Example:
         >>> from torchweft.experts.server import ServerOptions
@@ -52,10 +53,12 @@ class ServerOptions:
     lease_seconds: float = 5.0
     checkpoint_seconds: float = 30.0
     drain_seconds: float = 2.5
+    lossy_restore: bool = False
 
     def __post_init__(self) -> None:
         with Validator("invalid server options") as check:
-            for name in [field.name for field in fields(self) if field.name != "limits"]:
+            check.boolean("lossy_restore", self.lossy_restore)
+            for name in [field.name for field in fields(self) if field.name not in ("limits", "lossy_restore")]:
                 (check.seconds if name.endswith("_seconds") else check.count)(name, getattr(self, name))
 
     @property

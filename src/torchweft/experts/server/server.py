@@ -273,6 +273,7 @@ class Server:
         failures = self._background.failures()
         failures |= {f"runtime {name}": why for name, why in self._runtimes.failures().items()}
         failures |= {f"restore of {uid}": one.failure for uid, one in hosted.items() if one.failure is not None}
+        failures |= {f"weights of {uid}": fault for uid, one in hosted.items() if (fault := one.backend.fault)}
         started_at = self._state.started_at
         return ServerStatistics(
             address=self._grpc_server.address,
@@ -316,7 +317,7 @@ class Server:
 
     def _host_expert(self, backend: ExpertBackend) -> HostedExpert:
         until = self._replication.until if self._replication.covers(backend.name) else None
-        hosted = HostedExpert(backend, self._store, self._dispatcher.incarnation, until, self.options.limits)
+        hosted = HostedExpert(backend, self._store, self._dispatcher.incarnation, until, self.options)
         if hosted.replica is not None:
             self._replication.add(hosted.replica)
         return hosted

@@ -237,10 +237,11 @@ def _read_tree(node: Any) -> Any:
     raise MalformedError(f"a container of kind {kind!r} is not known", reason="description")
 
 
+_CLASSES = vars(core_errors) | vars(errors)
 FAULTS: dict[int, type[WeftError]] = {
-    value.number: (vars(core_errors) | vars(errors))[value.name]
+    value.number: _CLASSES[value.name]
     for value in _MESSAGES["Fault"].DESCRIPTOR.fields_by_name["code"].enum_type.values
-    if value.number
+    if value.name in _CLASSES  # a code without a class is read as one of a newer peer
 }  # Error classes by number: those of experts.proto, and registered ones.
 # Errors of requests that were certainly not executed, and can succeed later or at another server. After any other
 # error, a request that changes weights can be sent again only with its idempotency key.
