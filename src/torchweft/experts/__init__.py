@@ -20,13 +20,16 @@ extras.py            packages needed in addition to torch, and how to install th
 """
 
 import os
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # gRPC reads it once, at import. With that support, each fork of a process with an open connection, such as those of a
 # DataLoader's workers in each epoch, prints a line of gRPC on the user's terminal, and a fork of a server can abort.
 # Without it, a forked process must not use gRPC: see `weft.experts.fork_guard`.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Otherwise gRPC prints a line on a client's stderr when a server ends with a call open, although that is no fault.
 
-from torchweft.core.spec import TensorSpec
+from torchweft.core.spec import Axis, TensorSpec
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.gradients import AccumulationOptions, Guards
 from torchweft.experts.graph_cache import GraphBudget
@@ -37,8 +40,18 @@ from torchweft.experts.registry import ExpertFactory, FeedForward, expert_kinds,
 from torchweft.experts.runtime import Runtime
 from torchweft.experts.task_pool import PoolOptions, TaskPool
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name == "ModuleBackend":
+            # ImportError, because ``from ... import`` replaces the text of an AttributeError by its own.
+            raise ImportError("hivemind's ModuleBackend is called ExpertBackend here: weft.ExpertBackend", name=name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "AccumulationOptions",
+    "Axis",
     "Entry",
     "ExpertBackend",
     "ExpertFactory",

@@ -76,9 +76,13 @@ class Guards:
             return
         length, most = norm(gradients), math.inf if self.max_norm is None else self.max_norm
         if not length <= most or (self.finite and not math.isfinite(length)):  # NaN fails every comparison
+            limit, advice = "a finite one", ""
+            if self.max_norm is not None:
+                limit = f"at most {most:.6g}" + (" and finite" if self.finite else "")
+                advice = ", or raise max_norm" if math.isfinite(length) else ""
             raise GradientError(
-                f"the gradients of the parameters have norm {length:.6g}, wanted at most {most:.6g} and finite; "
-                "nothing was changed. Look for NaN or huge numbers in inputs and gradients, or raise max_norm"
+                f"the gradients of the parameters have norm {length:.6g}, wanted {limit}; nothing was changed. Look "
+                f"for NaN or huge numbers in inputs and gradients{advice}"
             )
 
     def check_buffers(self, before: TensorSnapshot, after: TensorSnapshot) -> None:

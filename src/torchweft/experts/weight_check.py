@@ -46,8 +46,8 @@ class WeightCheck:
         if self.fault is None and self._enabled and not self._is_sound() and (names := self._not_finite()):
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             self.fault = (
-                f"{shown} of expert {self._name!r} hold NaN or infinity, seen {when}. No client is at fault: look at "
-                "its optimizer, the learning rate first. Nothing is served or saved until a sound checkpoint is loaded: "
+                f"{shown} of expert {self._name!r} hold NaN or infinity, seen {when}. No client is at fault: see its "
+                "optimizer, the learning rate first. Nothing is served or saved until a sound checkpoint is loaded: "
                 "restart the server, or roll the expert back"
             )
 

@@ -397,6 +397,8 @@ def unreachable(
 def explain_failure(text: str, tls: ClientTls | None, end: str = "this client", option: str = "tls=") -> str:
     """gRPC's message for a failed connection with advice. ``tls`` is the ``option`` of ``end``."""
     lower = text.lower()
+    if "failed parsing http/2" in lower:
+        return f"{text}; is that a torchweft server? Another program, such as an HTTP server, answers at this port"
     if "hostname verification" in lower:
         return f"{text} Call it by a name (subjectAltName) of its certificate, or pass that as server_name= ({option})"
     if not any(words in lower for words in _HANDSHAKE_ENDED):

@@ -44,7 +44,7 @@ from torchweft.experts.server.server_stream import ByteBudget, ServerStream
 from torchweft.experts.tls import ServerTls
 from torchweft.experts.wire import Call, Frame, Header, Kind, Received, decode, encode
 from torchweft.experts.wire.frame import MESSAGE_BYTES
-from torchweft.experts.wire.service import FRAME_BYTES, PROTO, SERVICE, server_options, write_status
+from torchweft.experts.wire.service import FRAME_BYTES, PROTO, SERVICE, age_options, server_options, write_status
 
 _aio = cast("Any", aio)
 _grpc = cast("Any", grpc)
@@ -123,6 +123,7 @@ class GrpcServer:
         self._loop = asyncio.get_running_loop()
         try:
             options = server_options(self._options.limits, _max_connections(self._options.connections))
+            options += age_options(self._options.connection_age_seconds)
             server: Any = _aio.server(options=options)
             server.add_generic_rpc_handlers(tuple(self.handlers.tables()))
             port = _listen(server, self._address, self._tls)
@@ -133,12 +134,14 @@ class GrpcServer:
         listening.set_result(port)
         await self._stopping.wait()
         connections = self.handlers.connections
-        for connection in connections:
-            connection.finish()
         while connections and time.monotonic() < self._deadline:
+            for connection in connections:  # every time, because clients open new ones until the port is closed
+                connection.finish()
             await asyncio.sleep(0.005)
         with suppress(TimeoutError):
-            await asyncio.wait_for(server.stop(0), _STOP_SECONDS)
+            # With a grace, clients get a GOAWAY without an error. For one with an error, gRPC prints a line on the
+            # client's stderr. Only calls that are still open make it wait.
+            await asyncio.wait_for(server.stop(_STOP_SECONDS / 4), _STOP_SECONDS)
         # gRPC ends calls in tasks of its own, which must not be destroyed with the loop.
         if ending := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(ending, timeout=_STOP_SECONDS)

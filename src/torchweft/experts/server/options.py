@@ -33,6 +33,8 @@ class ServerOptions:
     total_bytes: memory of all streams: 512 KiB for each, incomplete frames, and tensors of requests whose answers have
         not left. A call beyond it gets ``OverloadError`` before it is decoded, and a stream beyond it is rejected.
         Calls of one client can take three quarters, and get ``QuotaError`` beyond that.
+    connection_age_seconds: how long a connection can last before its client must connect again, and its certificate
+        is checked again. Calls under way then have 30 s more.
     longest_seconds: the largest deadline of a call, and the deadline of a call without one.
     lease_seconds: how long the directory lists a server that does not renew. It renews three times as often.
     checkpoint_seconds: between two rounds of saving the experts that have stepped.
@@ -49,6 +51,7 @@ class ServerOptions:
     connection_calls: int = 1024
     connection_bytes: int = 256 << 20
     total_bytes: int = 4 << 30
+    connection_age_seconds: float = 3600.0
     longest_seconds: float = 600.0
     lease_seconds: float = 5.0
     checkpoint_seconds: float = 30.0

@@ -52,6 +52,7 @@ COALESCED = 1 << 17
 
 Options = list[tuple[str, int | str]]
 
+_AGE_GRACE = 30.0  # seconds
 _ROOM = 1 << 16  # for gRPC's own framing, which our limits do not count
 
 
@@ -71,6 +72,16 @@ def client_options(limits: Limits) -> Options:
         ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def age_options(seconds: float) -> Options:
+    """Options of a server that ends every connection at this age."""
+    # Certificates are checked when a connection is made, so an old connection must end. Its client makes a new one, and
+    # calls that are under way have some time to end. After it, they are sent again under their keys.
+    return [
+        ("grpc.max_connection_age_ms", int(1000 * seconds)),
+        ("grpc.max_connection_age_grace_ms", int(1000 * min(_AGE_GRACE, seconds))),
     ]
 
 
