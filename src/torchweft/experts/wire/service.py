@@ -45,7 +45,6 @@ STATE = f"/{SERVICE}/State"
 FRAME_BYTES = "torchweft-frame-bytes"
 AUTHORIZATION = "authorization"  # Metadata of a client: ``Bearer TOKEN``
 BEARER = "Bearer "
-TRACEPARENT = "traceparent"  # Metadata of a client's stream: the trace of its calls, in the format of W3C Trace Context
 
 # Approximate size up to which calls share a frame. In a larger frame, the wait for the others costs more than it saves.
 COALESCED = 1 << 17
