@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experts.concurrency import wait_until
+from tests.experts.concurrency import FakeClock, wait_until
 from tests.experts.server.server_cases import access_of, backend_of
 from tests.processes import SOURCE, python
 from torchweft.cli import main
@@ -26,7 +26,7 @@ from torchweft.experts.gradients import AccumulationOptions
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
 from torchweft.experts.journal import Entry, journal_lines, read_journal
-from torchweft.experts.server import Role
+from torchweft.experts.server import Role, command
 from torchweft.experts.server.command import serve
 from torchweft.experts.server.config import build, parse_expert, read_config
 
@@ -225,3 +225,13 @@ def test_imports_of_the_optimizer_are_frozen() -> None:
     assert trained.stdout.split() == ["0", "True", "True", "True", "0"], trained.stderr
     served = python(_IMPORTS.replace("OPTIMIZER", ""))
     assert served.stdout.split() == ["0", "True", "False", "False", "0"], served.stderr
+
+
+@pytest.mark.parametrize(("lease", "warned"), [(5.0, False), (0.5, True)])
+def test_pause_longer_than_a_lease_allows_is_logged(
+    lease: float, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock().install(monkeypatch, "torchweft.experts.server.command")
+    monkeypatch.setattr(gc, "collect", lambda: setattr(clock, "now", clock.now + 0.3))
+    command._check_lease(lease)
+    assert ("set it to 0.6 or more" in caplog.text) == warned
