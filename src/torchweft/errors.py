@@ -63,7 +63,7 @@ __all__ = [
     "InputWidthError", "InputsGoneError", "KeyReusedError", "LayerInputError", "LeaseLostError", "LimitError",
     "LostError", "MalformedError", "MixtureCommitError", "ModuleChangedError", "ModuleExitError", "NoExpertsError",
     "NoPlanWarning", "NotOwnerError", "OverloadError", "PartitionError", "QuotaError", "RandomnessError",
-    "RankFailedError", "RankLostError", "RefusedError", "RemoteError", "ReplayError", "ResultEvictedError",
+    "RankFailedError", "RankLostError", "RefusedError", "RemoteError", "ResultEvictedError",
     "ScheduleError", "SkipError", "SkipWiringError", "SpecError", "SplitError", "StepError", "StepsLostWarning",
     "TooFewAnswersError", "TooManyRowsError", "TruncatedError", "UnknownExpertError", "UnreachableError", "UsageError",
     "WeftError", "WeightsError", "WireError",

@@ -18,7 +18,7 @@ from tests.experts.certificates import Authority
 from tests.processes import python
 from tests.type_checks import without_type_checks
 from torchweft.core.errors import UsageError, WeftError
-from torchweft.experts import Axis, ExpertBackend, TensorSpec
+from torchweft.experts import Dim, ExpertBackend, TensorSpec
 from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import NEVER, ClientTls, Connections, RemoteExpert, create_remote_experts
 from torchweft.experts.discovery import LocalDirectory
@@ -61,7 +61,7 @@ def message_of(kind: type[BaseException], act: Callable[[], object]) -> str:
             lambda: backend(schedule=partial(lr_scheduler.StepLR, step=1)),
             ["schedule cannot be made by StepLR", "its arguments are", "did you mean 'step_size'?"],
         ),
-        (lambda: TensorSpec((None, Axis(max=0)), torch.float32), ["Axis(max=4096)", "max is 0"]),
+        (lambda: TensorSpec((None, Dim(max=0)), torch.float32), ["Dim(max=4096)", "max is 0"]),
         (lambda: Server(checkpoints=cast(Any, 5)), ["checkpoints is 5", "a folder"]),
         (lambda: backend(optimiser=SGD), ["'optimiser'", "did you mean 'optimizer'?"]),
         (

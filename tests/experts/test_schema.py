@@ -14,7 +14,7 @@ from tests.experts.expert_cases import TROUBLE, WIDTH, Formula, X, double_layer,
 from torchweft.core.errors import SpecError, UsageError
 from torchweft.core.pytree import flatten
 from torchweft.core.spec import TensorSpec
-from torchweft.experts import Axis, ExpertBackend, Runtime
+from torchweft.experts import Dim, ExpertBackend, Runtime
 from torchweft.experts.schema import Column, FlatSchema, call_schema, check_ranges
 
 specs = st.builds(
@@ -284,7 +284,7 @@ def test_bad_index_on_a_gpu_leaves_its_expert_alive() -> None:
 
 def test_axis_with_a_bound_refuses_larger_sizes() -> None:
     """One call of great length could otherwise take the whole memory of a device."""
-    spec = TensorSpec((None, Axis(max=4), WIDTH), torch.float64)
+    spec = TensorSpec((None, Dim(max=4), WIDTH), torch.float64)
     assert spec.shape == (None, None, WIDTH) and spec.faults(torch.zeros(9, 4, WIDTH, dtype=torch.float64)) == []
     backend, x = ExpertBackend("f", double_layer(), args_schema=(spec,)), torch.zeros(2, 5, WIDTH, dtype=torch.float64)
     with Runtime([backend]):

@@ -38,7 +38,7 @@ def test_spoiled_weights_are_not_served(kind: str) -> None:
 
 def test_weights_spoiled_between_checks_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not every step is followed by a check, but gradients are refused as NaN only if the weights are sound."""
-    monkeypatch.setattr("torchweft.experts.weight_check.WeightCheck.after_step", lambda self, step: None)
+    monkeypatch.setattr("torchweft.experts.gradients.WeightCheck.after_step", lambda self, step: None)
     backend = spoiled()
     (answer,) = answered(backend, backend.backward_pool.submit_task(rows(2, 0), rows(2, 1)))
     assert isinstance(answer, NotFiniteError)

@@ -5,12 +5,11 @@ schema.py            nested and flat schemas of a call, and the dummy run
 task.py              one request and its futures; the queue of requests
 task_pool.py         options, quotas, delay of batches; tasks of one kind wait here
 runtime.py           one thread per device
-batch_executor.py    one batch: gathered, run, isolated from faults, applied to weights, sums, keys and journal
+batch_executor.py    one batch: gathered, run, isolated from faults, applied to weights, sums and keys
 side_effects.py      changes that a module makes when it runs, and undoing them
 gradients.py         guards, and the sums of open mini-batches
 optimizer_step.py    the optimizer: made, stepped, saved, loaded; idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
-journal.py           the log of batches and its files    journal_replay.py  the replay from it
 checkpoint.py        state that survives the process      serialization.py  state dicts as safetensors files
 telemetry.py         statistics and spans                 errors.py  all errors and warnings
 wire/, compression.py, protobuf.py                        tensors as bytes, after a checked header
@@ -29,13 +28,11 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Otherwise gRPC prints a line on a client's stderr when a server ends with a call open, although that is no fault.
 
-from torchweft.core.spec import Axis, TensorSpec
+from torchweft.core.spec import Dim, TensorSpec
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.gradients import AccumulationOptions, Guards
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
-from torchweft.experts.journal import Entry, Journal, Member, journal_lines, read_journal
-from torchweft.experts.journal_replay import replay
 from torchweft.experts.registry import ExpertFactory, FeedForward, expert_kinds, make_expert, register_expert
 from torchweft.experts.runtime import Runtime
 from torchweft.experts.task_pool import PoolOptions, TaskPool
@@ -51,24 +48,18 @@ if not TYPE_CHECKING:
 
 __all__ = [
     "AccumulationOptions",
-    "Axis",
-    "Entry",
+    "Dim",
     "ExpertBackend",
     "ExpertFactory",
     "FeedForward",
     "GraphBudget",
     "Guards",
     "IdempotencyOptions",
-    "Journal",
-    "Member",
     "PoolOptions",
     "Runtime",
     "TaskPool",
     "TensorSpec",
     "expert_kinds",
-    "journal_lines",
     "make_expert",
-    "read_journal",
     "register_expert",
-    "replay",
 ]

@@ -87,10 +87,6 @@ class DeviceLostError(ExpertError, reason="device"):
     """A GPU failed, and this process cannot use it any more."""
 
 
-class ReplayError(ExpertError, reason="replay"):
-    """A log of batches does not fit the expert that it is replayed on."""
-
-
 class RemoteError(ExpertError, reason="remote"):
     """The other side answered with an error or not at all. ``details`` are texts by name, such as an address."""
 

@@ -7,7 +7,7 @@
     clients ──> commit_pool   ──┘   (one thread)  └── apply_gradients: clip, optimizer, schedule
 
 The two kinds of task and the schemas are hivemind's. In addition, a fault of one client fails only that client's task.
-A backward with a key steps once however often it is sent. The log of the batches replays to the same bytes.
+A backward with a key steps once however often it is sent.
 """
 
 import inspect
@@ -26,10 +26,9 @@ from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, is_number, suggest
 from torchweft.experts.batch_executor import BatchExecutor, FlatModule, WeightUpdates
 from torchweft.experts.errors import NotFiniteError
-from torchweft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards
+from torchweft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards, WeightCheck
 from torchweft.experts.graph_cache import GraphBudget, GraphCache
 from torchweft.experts.idempotency import IdempotencyOptions, IdempotencyTable
-from torchweft.experts.journal import Journal
 from torchweft.experts.optimizer_step import (
     OptimizerLike,
     OptimizerStep,
@@ -45,7 +44,6 @@ from torchweft.experts.side_effects import SideEffects
 from torchweft.experts.task import Results
 from torchweft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
 from torchweft.experts.telemetry import BackendStatistics, WorkObserver
-from torchweft.experts.weight_check import WeightCheck
 
 
 class ExpertBackend:
@@ -66,7 +64,6 @@ class ExpertBackend:
         guards: limits beyond which gradients are rejected.
         idempotency, mini_batches: bounds of the idempotency keys, and of the sums of gradients open for `commit`.
         keep_graphs: keep graph and inputs of forwards with a key for their backward.
-        journal: logs every batch that counts.
         pool_options: the fields of `PoolOptions`.
 
     Raises ``UsageError`` that lists every invalid argument, and ``SpecError`` if the outputs do not fit. Exceptions of
@@ -98,11 +95,10 @@ class ExpertBackend:
         idempotency: IdempotencyOptions | None = None,
         mini_batches: AccumulationOptions | None = None,
         keep_graphs: GraphBudget | None = None,
-        journal: Journal | None = None,
         **pool_options: Any,
     ) -> None:
         arguments = {"clip_grad_norm": clip_grad_norm, "guards": guards, "idempotency": idempotency}
-        arguments |= {"mini_batches": mini_batches, "keep_graphs": keep_graphs, "journal": journal}
+        arguments |= {"mini_batches": mini_batches, "keep_graphs": keep_graphs}
         with Validator(f"invalid arguments of expert {name!r}") as check:
             for one, other, words in ((module, expert, "module= and expert="), (optimizer, opt, "optimizer= and opt=")):
                 check.require(one is None or other is None, f"{words} are two names of one thing; give one")
@@ -122,7 +118,7 @@ class ExpertBackend:
         self.idempotency = IdempotencyTable(idempotency)
         effects = SideEffects(self.module, self.device, crc32(name.encode()))
         step = None if self.optimizer is None else self._apply_observed
-        self._stepper = OptimizerStep(name, step, journal)
+        self._stepper = OptimizerStep(name, step)
         self._observer: WorkObserver | None = None
         sums, graphs = GradientAccumulators(mini_batches), GraphCache(keep_graphs)
         weights = WeightCheck(name, self.module, enabled=(guards or Guards()).finite)
@@ -143,10 +139,6 @@ class ExpertBackend:
     def steps(self) -> int:
         """Optimizer steps so far, including those before a restart."""
         return self._stepper.steps
-
-    @property
-    def journal(self) -> Journal | None:
-        return self._stepper.journal
 
     @property
     def fault(self) -> str | None:
@@ -277,7 +269,6 @@ class ExpertBackend:
                 kept_graphs=len(executor.graphs),
                 kept_graph_bytes=executor.graphs.nbytes,
                 used_graphs=executor.graphs.used,
-                journal_failures=self._stepper.journal_failures,
                 buffer_bytes=executor.forward_buffers.nbytes + executor.backward_buffers.nbytes,
                 idempotency=self.idempotency.statistics(),
                 pools={pool.name: pool.statistics() for pool in self.pools},
@@ -307,7 +298,7 @@ def _check_arguments(
         check.add(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
     elif clip is not None and optimizer is None:
         check.add("clip_grad_norm was given, but no optimizer, whose steps it would bound")
-    kinds = (Guards, IdempotencyOptions, AccumulationOptions, GraphBudget, Journal)
+    kinds = (Guards, IdempotencyOptions, AccumulationOptions, GraphBudget)
     for (option, value), kind in zip(options.items(), kinds, strict=True):
         check.instance(option, value, kind, f"a {kind.__name__}", optional=True)
     known = [*inspect.signature(ExpertBackend).parameters, *(option.name for option in fields(PoolOptions))]

@@ -288,7 +288,8 @@ class PoolCounters:
             if not isinstance(answer, BaseException):
                 self._tasks["answered"] += 1
                 self._answer_seconds += now - task.arrival
-                self._answer_times[_round_up(now - task.arrival)] += 1
+                # Rounded up to 1 ms times a power of two, as a histogram with few buckets.
+                self._answer_times[(1 << int(1000 * (now - task.arrival)).bit_length()) / 1000] += 1
             elif isinstance(answer, errors.ExpiredError):
                 self._tasks["expired"] += 1
             else:
@@ -312,11 +313,6 @@ class PoolCounters:
             running_tasks=pending.running,
             oldest_age=0.0 if oldest is None else max(0.0, time.monotonic() - oldest),
         )
-
-
-def _round_up(seconds: float) -> float:
-    # To 1 ms times a power of two, as a histogram with few buckets.
-    return (1 << max(0, int(1000 * seconds)).bit_length()) / 1000
 
 
 # Works on a batch: one answer per task, in order. An exception fails every task of the batch.

@@ -180,7 +180,6 @@ class BackendStatistics:
     kept_graphs: int
     kept_graph_bytes: int
     used_graphs: int
-    journal_failures: int
     buffer_bytes: int
     idempotency: IdempotencyStatistics
     pools: Mapping[str, PoolStatistics]

@@ -135,7 +135,7 @@ class GrpcTransport(_BaseTransport):
         tls: certificates. None: no encryption.
         token: authenticates this client if certificates do not.
         limits: of a frame; those of the server apply as well.
-        trace: returns the traceparent of a call when it is made, such as ``current`` of a `weft.experts.telemetry.SpanObserver`.
+        trace: returns the traceparent of a call, such as ``current`` of a `weft.experts.telemetry.SpanObserver`.
 
     Raises ``UsageError`` for an invalid address or token, and for a token without TLS to another machine.
 

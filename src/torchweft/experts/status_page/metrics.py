@@ -101,7 +101,6 @@ METRICS = (
         "torchweft_expert_retried_batches", Counter, "Batches taken apart after a failure", "expert", "retried_batches"
     ),
     Metric("torchweft_expert_used_graphs", Counter, "Backwards that used a kept graph", "expert", "used_graphs"),
-    Metric("torchweft_expert_journal_failures", Counter, "Batches that were not logged", "expert", "journal_failures"),
     Metric("torchweft_expert_open_mini_batches", Gauge, "Uncommitted mini-batches", "expert", "open_mini_batches"),
     Metric(
         "torchweft_expert_open_mini_batch_bytes", Gauge, "Bytes of open mini-batches", "expert", "open_mini_batch_bytes"

@@ -366,14 +366,18 @@ class Frame:
         """Return the decoded bytes of all tensors so far, with those of this call."""
         limits = self._limits
         values = _READ_FIELDS(call)
-        code, call_id, uid, key, client, mini_batch, left, keep, evaluation, packing, step, data, trace, tensors = values
+        code, call_id, uid, key, client, mini_batch, left, keep, evaluation, packing, step, data, trace, tensors = (
+            values
+        )
         kind, reply = _KINDS.get(code), _COMPRESSIONS.get(packing)
         if kind is None or reply is None:
             unknown = f"kind {code}" if kind is None else f"reply {packing}"
             raise MalformedError(f"{unknown} is not known", reason="kind" if kind is None else "reply")
         # 0 is a value of the optional field, and a missing one reads as 0 too.
         deadline = left if left or call.HasField("deadline_ms") else None
-        header = Header(kind, call_id, uid, key, client, mini_batch, deadline, keep, evaluation, reply, step, data, trace)
+        header = Header(
+            kind, call_id, uid, key, client, mini_batch, deadline, keep, evaluation, reply, step, data, trace
+        )
         _check_call(header, len(tensors), limits)
         if tensors and kind not in WITH_TENSORS:
             text = f"a call of kind {kind.name} carries {len(tensors)} tensors, wanted none"
