@@ -195,7 +195,7 @@ class OptimizerStep:
         *,
         backward: bool = False,
     ) -> None:
-        """One optimizer step, of a batch of backwards or a commit. Raises `StepError`, and does not count it, if the optimizer or a hook raises."""
+        """One optimizer step. Raises `StepError`, and does not count it, if the optimizer or a hook raises."""
         # ``every`` parameter of the module, because frozen ones can hold a gradient too. ``shared_storages`` are
         # addresses of memory that must not be written to: others continue to use it. The optimizer can hold parameters
         # that are frozen now. A gradient that was left on them would be applied.
