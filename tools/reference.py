@@ -36,7 +36,6 @@ PAGES = {
     "recurrent.layers": "Layers in place of those of torch.nn",
     "recurrent.cells": "Known cells, and wrappers around cells",
     "experts": "Experts in this process",
-    "experts.journal": "The log of batches, and its replay",
     "experts.server": "The server",
     "experts.client": "The client",
     "experts.mixture": "Mixtures of experts",
@@ -52,7 +51,6 @@ PLACES = {
     "core.spec": "experts",
     "core.errors": "errors",
     "experts.errors": "errors",
-    "experts.journal_replay": "experts.journal",
     "experts.telemetry": "experts.server",
 }
 """Modules without a page whose public names have one, by the package of that page."""

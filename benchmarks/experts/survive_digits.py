@@ -80,7 +80,7 @@ def _deadline_verdict(setting: Setting, bad: Trained, overslept: float) -> Verdi
         counts,
         f"at most {LATE * 1e3:g} ms after the deadline of {setting.timeout:g} s; each key steps once",
         f"the latest ({kind}) {latest * 1e3:+.0f} ms, a process that only sleeps "
-        f"{overslept * 1e3:+.0f} ms; {bad.keys} keys in {bad.journalled} batches, {bad.steps} steps, "
+        f"{overslept * 1e3:+.0f} ms; {bad.keys} keys in {bad.batches} batches, {bad.steps} steps, "
         f"{bad.twice} keys twice; calls that failed: {failed or 'none'}" + f"; raised: {raised}" * bool(raised),
-        latest <= LATE and bad.twice == 0 and bad.steps == bad.journalled > 0 and not bad.strange,
+        latest <= LATE and bad.twice == 0 and bad.steps == bad.batches > 0 and not bad.strange,
     )

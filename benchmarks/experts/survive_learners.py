@@ -10,14 +10,12 @@ For every call, the time from its deadline to its end is measured.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import TypeVar, cast
 
 import torch
@@ -28,9 +26,9 @@ from torchweft.experts import ExpertBackend
 from torchweft.experts.client import Connections, RemoteExpert
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.errors import DeadlineError, LostError, UnreachableError
-from torchweft.experts.journal import Journal
 from torchweft.experts.mixture import RemoteSwitchMixtureOfExperts
 from torchweft.experts.server import Server
+from torchweft.experts.task import Task
 
 SERVERS = (((0, 0), (1, 1)), ((0, 1), (1, 0)))
 """Grid coordinates of each server's experts, so that the two best of a sample are on different servers."""
@@ -119,8 +117,8 @@ def classifier(number: int, connections: Connections, setting: Setting) -> Class
 class Trained:
     """Results of a training. ``asked``: sent messages with tensors. ``lost``: lost requests and answers.
 
-    ``accuracies``: percent of held-out images, by trainer. ``steps`` are of all experts. ``journalled`` counts batches
-    in their journals, ``keys`` the keys in these batches, and ``twice`` the keys that occur more than once.
+    ``accuracies``: percent of held-out images, by trainer. ``steps`` are of all experts. ``batches`` counts their
+    batches, ``keys`` the keys in these batches, and ``twice`` the keys that occur more than once.
     """
 
     calls: CallTimes = field(default_factory=CallTimes)
@@ -130,7 +128,7 @@ class Trained:
     asked: int = 0
     lost: int = 0
     steps: int = 0
-    journalled: int = 0
+    batches: int = 0
     keys: int = 0
     twice: int = 0
     seconds: float = 0.0
@@ -143,17 +141,13 @@ class Trained:
 
 def trained(setting: Setting, data: Sequence[Labelled], *, bad: bool, seed: int) -> Trained:
     """Train all folds concurrently. ``bad`` adds network faults, ``seed`` seeds batches and faults."""
-    with TemporaryDirectory() as folder:
-        return _trained(setting, data, folder, bad=bad, seed=seed)
-
-
-def _trained(setting: Setting, data: Sequence[Labelled], folder: str, *, bad: bool, seed: int) -> Trained:
     uids = [[f"fold{fold}.{row}.{column}" for fold in range(len(data)) for row, column in places] for places in SERVERS]
-    journals = {uid: Journal(Path(folder, uid)) for served in uids for uid in served}
-    experts = [[_expert(uid, journals[uid], setting) for uid in served] for served in uids]
+    experts = [[_expert(uid, setting) for uid in served] for served in uids]
+    applied = {uid: _Applied() for served in uids for uid in served}
     with ExitStack() as stack:
-        for journal in journals.values():
-            stack.enter_context(journal)
+        for served in experts:
+            for expert in served:
+                expert.observe(applied[expert.name])
         direct = [stack.enter_context(Server(served)).address for served in experts]
         proxies = [
             FaultyProxy(address, setting.network_faults, seed=10 * seed + n) for n, address in enumerate(direct) if bad
@@ -166,18 +160,40 @@ def _trained(setting: Setting, data: Sequence[Labelled], folder: str, *, bad: bo
         result.accuracies += [100 * share for share in learning.accuracies(connections)]
     result.asked, result.lost = sum(proxy.asked for proxy in proxies), sum(proxy.lost for proxy in proxies)
     result.steps = sum(expert.steps for served in experts for expert in served)
-    for journal in journals.values():
-        entries = journal.entries()
-        keys = Counter((member.client, member.key) for entry in entries for member in entry.members)
-        result.journalled, result.keys = result.journalled + len(entries), result.keys + len(keys)
-        result.twice += sum(count > 1 for count in keys.values())
+    for found in applied.values():
+        result.batches, result.keys = result.batches + found.batches, result.keys + len(found.keys)
+        result.twice += sum(count > 1 for count in found.keys.values())
     return result
 
 
-def _expert(uid: str, journal: Journal, setting: Setting) -> ExpertBackend:
+class _Applied:
+    """An observer of one expert, which counts the batches of backwards that counted, and the keys in them."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.keys: Counter[tuple[str | None, str | None]] = Counter()
+
+    @contextmanager
+    def batch_span(self, pool: str, tasks: Sequence[Task]) -> Generator[None]:
+        if not pool.endswith(".backward"):
+            yield
+            return
+        self.batches += 1
+        self.keys.update((task.client, task.key) for task in tasks)
+        yield
+
+    def task_failed(self, pool: str, task: Task, error: BaseException) -> None:
+        if pool.endswith(".backward"):
+            self.keys[task.client, task.key] -= 1
+
+    def step_span(self, expert: str, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _expert(uid: str, setting: Setting) -> ExpertBackend:
     seed = sum(map(ord, uid))  # initial weights differ between experts and folds
     adam = partial(torch.optim.Adam, lr=setting.experts_rate)
-    return digit_expert(WIDTH, seed).backend(uid, adam, journal=journal, max_batch_size=setting.rows)
+    return digit_expert(WIDTH, seed).backend(uid, adam, max_batch_size=setting.rows)
 
 
 def _directory(stack: ExitStack, uids: Sequence[Sequence[str]], addresses: Sequence[str]) -> LocalDirectory:

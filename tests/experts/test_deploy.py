@@ -253,6 +253,16 @@ def test_liveness_probe_runs_against_the_server_as_shipped(
         assert stop.value.code == 1
 
 
+def test_work_ends_within_the_grace_period() -> None:
+    """An end that is killed loses answers that its clients wait for. Saving needs time after the accepted work."""
+    unit = UNIT.read_text("utf-8")
+    graces = {"systemd": int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])}  # type: ignore[index]
+    graces["a pod"] = stateful_set("experts.yaml")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    for name, grace in graces.items():
+        drain = tomllib.loads(SHIPPED[name]())["options"]["drain_seconds"]
+        assert 20 <= drain <= grace - 10
+
+
 @pytest.mark.parametrize("name", ["etcd.yaml", "experts.yaml"])
 def test_drained_nodes_take_one_server_at_a_time(name: str) -> None:
     by_kind = {document["kind"]: document["spec"] for document in documents(name) if "spec" in document}

@@ -255,9 +255,7 @@ def test_dummy_run_changes_neither_module_nor_generator() -> None:
 
 def check(name: Any, module: Any = None, optimizer: Any = None, *, clip_grad_norm: Any = None, **options: Any) -> None:
     """Check arguments as `ExpertBackend` does, without the run-time type checks of the tests."""
-    known = {
-        name: options.pop(name, None) for name in ("guards", "idempotency", "mini_batches", "keep_graphs", "journal")
-    }
+    known = {name: options.pop(name, None) for name in ("guards", "idempotency", "mini_batches", "keep_graphs")}
     with Validator("e") as validator:
         _check_arguments(validator, name, module, optimizer, {"clip_grad_norm": clip_grad_norm, **known}, options)
 
@@ -282,7 +280,6 @@ def test_all_arguments_of_wrong_types_are_listed() -> None:
         "idempotency": 5,
         "mini_batches": 4,
         "keep_graphs": 1 << 20,
-        "journal": "path",
     }
     with pytest.raises(UsageError) as caught:
         check(5, **wrong, max_batch=3)

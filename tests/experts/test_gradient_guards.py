@@ -41,6 +41,10 @@ def test_norm_covers_all_gradients_and_sparse_values() -> None:
     Guards(max_norm=5.0).check_parameters([torch.tensor([3.0, 4.0])])
     with pytest.raises(GradientError, match="have norm 5, wanted at most 4"):
         Guards(max_norm=4.0).check_parameters([torch.tensor([3.0, 4.0])])
+    for guards, wanted in ((Guards(), "a finite one"), (Guards(max_norm=4.0), "at most 4 and finite")):
+        with pytest.raises(GradientError, match=f"have norm inf, wanted {wanted};") as caught:
+            guards.check_parameters([torch.tensor([float("inf")])])
+        assert "raise max_norm" not in str(caught.value)  # no limit would admit it
 
 
 def test_output_gradients_are_judged_per_task() -> None:

@@ -38,10 +38,16 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
             call.tensors.add(dtype=str(array.dtype), shape=array.shape)
         return frame
 
-    def first(answer):
-        call = answer.header.calls[0]
-        assert call.DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[call.kind].name == "RESULT", call
-        return call, numpy.frombuffer(answer.body, numpy.float32)[: numpy.prod(call.tensors[0].shape)]
+    def results(answers):
+        # A server packs all answers that wait into one frame.
+        for answer in answers:
+            place = 0
+            for call in answer.header.calls:
+                kinds = call.DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number
+                assert kinds[call.kind].name == "RESULT", call
+                size = int(numpy.prod(call.tensors[0].shape))
+                yield call, numpy.frombuffer(answer.body, numpy.float32, size, place)
+                place += 4 * size + -4 * size % 16
 
     ask, Frame = method("Info")
     schema = json.loads(ask(frame(Frame, "INFO")).header.calls[0].data)["args"]["tuple"][0]["spec"]
@@ -49,7 +55,7 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
     stream, _ = method("Stream")
     ones = numpy.ones((2, 3), x.dtype)
     answers = stream(iter([frame(Frame, "FORWARD", x, key="k"), frame(Frame, "BACKWARD", x, ones, key="k")]))
-    (_, outputs), (call, gradients) = map(first, answers)
+    (_, outputs), (call, gradients) = results(answers)
     receipt = GetMessageClass(pool.FindMessageTypeByName("torchweft.StepReceipt")).FromString(call.data)
     assert receipt.incarnation and not any(name == "torchweft" or name.startswith("torchweft.") for name in sys.modules)
     print(json.dumps([outputs.tolist(), gradients.tolist(), call.step]))

@@ -1,8 +1,11 @@
 """Errors that new users meet: each names the place, the value seen, the value expected and a remedy."""
 
+import importlib
 import socket
+import threading
 from collections.abc import Callable
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +15,12 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from tests.experts.certificates import Authority
+from tests.processes import python
 from tests.type_checks import without_type_checks
 from torchweft.core.errors import UsageError, WeftError
-from torchweft.experts import ExpertBackend, TensorSpec
+from torchweft.experts import Dim, ExpertBackend, TensorSpec
 from torchweft.experts.checkpoint import FolderCheckpointStore
-from torchweft.experts.client import ClientTls, Connections, RemoteExpert, create_remote_experts
+from torchweft.experts.client import NEVER, ClientTls, Connections, RemoteExpert, create_remote_experts
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.errors import CertificateError, CheckpointError, NoExpertsError, UnreachableError
 from torchweft.experts.mixture import RemoteMixtureOfExperts
@@ -57,6 +61,8 @@ def message_of(kind: type[BaseException], act: Callable[[], object]) -> str:
             lambda: backend(schedule=partial(lr_scheduler.StepLR, step=1)),
             ["schedule cannot be made by StepLR", "its arguments are", "did you mean 'step_size'?"],
         ),
+        (lambda: TensorSpec((None, Dim(max=0)), torch.float32), ["Dim(max=4096)", "max is 0"]),
+        (lambda: Server(checkpoints=cast(Any, 5)), ["checkpoints is 5", "a folder"]),
         (lambda: backend(optimiser=SGD), ["'optimiser'", "did you mean 'optimizer'?"]),
         (
             lambda: backend(optim_kwargs={"lr": 0.1}),
@@ -164,3 +170,58 @@ def test_unknown_expert_lists_those_of_the_server() -> None:
         assert "there is no expert 'fnn.0' here; there are 1: ffn.0" in message_of(
             WeftError, lambda: remote(torch.randn(2, 8))
         )
+
+
+def test_names_of_hivemind_lead_to_the_own_ones() -> None:
+    with pytest.raises(ImportError, match=r"hivemind's ModuleBackend is called ExpertBackend here"):
+        importlib.import_module("torchweft.experts").ModuleBackend  # noqa: B018
+    with pytest.raises(AttributeError, match=r"hivemind's Server.create, write Server\(\[ExpertBackend"):
+        Server.create(["ffn.0"])
+    with pytest.raises(AttributeError, match=r"no attribute 'crate'$"):
+        Server.crate()
+
+
+def test_http_server_is_recognised() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:
+        thread = threading.Thread(target=other.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            with (
+                RemoteExpert("ffn.0", f"127.0.0.1:{other.server_address[1]}", timeout=2.0, retry=NEVER) as remote,
+                pytest.raises(UnreachableError, match=r"is that a torchweft server\?"),
+            ):
+                remote(torch.ones(2, 8))
+        finally:
+            other.shutdown()
+            thread.join()
+
+
+def test_checkpoints_can_be_a_path(tmp_path: Path) -> None:
+    for folder in (str(tmp_path / "a"), tmp_path / "b"):
+        with Server([backend()], checkpoints=folder):
+            pass
+        assert FolderCheckpointStore(folder).steps("ffn.0") == [0]
+
+
+END_WITH_AN_OPEN_CALL = """
+import queue
+import grpc, torchweft as weft
+from torchweft.experts.wire.service import INFO
+
+server, requests = weft.Server(), queue.SimpleQueue()
+server.start()
+with grpc.insecure_channel(server.address) as channel:
+    call = channel.stream_stream(INFO)(iter(requests.get, None))
+    while not server._grpc_server.handlers.budget.streams:
+        pass
+    server.shutdown()
+    try:
+        next(call)
+    except (grpc.RpcError, StopIteration):
+        requests.put(None)
+"""
+
+
+def test_client_hears_of_a_shutdown_without_lines_of_grpc() -> None:
+    done = python(END_WITH_AN_OPEN_CALL)
+    assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -8,6 +8,7 @@ import pytest
 
 from tests.processes import SOURCE
 from torchweft.experts.protobuf import load_messages
+from torchweft.experts.wire.service import FAULTS
 
 PROTOS = sorted(SOURCE.rglob("*.proto"))
 
@@ -18,7 +19,12 @@ def test_descriptor_set_matches_its_proto(proto: Path, tmp_path: Path) -> None:
     built = tmp_path / "made.binpb"
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--include_imports", f"--descriptor_set_out={built}"]
     subprocess.run([*command, proto.name], cwd=proto.parent, check=True, timeout=60)
-    assert built.read_bytes() == proto.with_suffix(".binpb").read_bytes(), f"run the command at the top of {proto.name}"
+    assert built.read_bytes() == proto.with_suffix(".binpb").read_bytes(), "run tools/protos.py"
+
+
+def test_every_fault_code_has_its_class() -> None:
+    codes = load_messages("torchweft.experts.wire", "experts")["Fault"].DESCRIPTOR.fields_by_name["code"].enum_type
+    assert all(FAULTS[value.number].__name__ == value.name for value in codes.values if value.number)
 
 
 def test_messages_are_found_by_their_names() -> None:

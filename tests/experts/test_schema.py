@@ -14,7 +14,7 @@ from tests.experts.expert_cases import TROUBLE, WIDTH, Formula, X, double_layer,
 from torchweft.core.errors import SpecError, UsageError
 from torchweft.core.pytree import flatten
 from torchweft.core.spec import TensorSpec
-from torchweft.experts import ExpertBackend, Runtime
+from torchweft.experts import Dim, ExpertBackend, Runtime
 from torchweft.experts.schema import Column, FlatSchema, call_schema, check_ranges
 
 specs = st.builds(
@@ -280,3 +280,15 @@ def test_bad_index_on_a_gpu_leaves_its_expert_alive() -> None:
         with pytest.raises(SpecError, match="has values from 7 to 7"):
             backend.forward_pool.submit_task(torch.tensor([7]), mask)
         assert backend.forward_pool.submit_task(torch.tensor([4]), mask).result(60)[0].shape == (1, 2)
+
+
+def test_axis_with_a_bound_refuses_larger_sizes() -> None:
+    """One call of great length could otherwise take the whole memory of a device."""
+    spec = TensorSpec((None, Dim(max=4), WIDTH), torch.float64)
+    assert spec.shape == (None, None, WIDTH) and spec.faults(torch.zeros(9, 4, WIDTH, dtype=torch.float64)) == []
+    backend, x = ExpertBackend("f", double_layer(), args_schema=(spec,)), torch.zeros(2, 5, WIDTH, dtype=torch.float64)
+    with Runtime([backend]):
+        assert len(backend.forward_pool.submit_task(x[:, :4]).result(10)) == 1
+        for pool, tensors in ((backend.forward_pool, [x]), (backend.backward_pool, [x, x])):
+            with pytest.raises(SpecError, match="axis 1 has size 5, wanted at most 4"):
+                pool.submit_task(*tensors)

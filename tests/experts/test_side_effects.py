@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from tests.experts.client.transport_cases import WAYS, reached
 from tests.experts.expert_cases import WIDTH, Formula, X, double_layer, fussy_backend, good, rows, task, weights, work
 from tests.experts.expert_cases import seeded as seeded_module
 from tests.experts.mixture.commit_cases import UIDS, Experts
-from tests.experts.test_journal import Store
 from torchweft import Pipe
 from torchweft.core.rng import generators_of, seed_generators
-from torchweft.experts import ExpertBackend, GraphBudget, Journal, TensorSpec, replay
+from torchweft.experts import ExpertBackend, GraphBudget, TensorSpec
 from torchweft.experts.client import LocalTransport, RemoteExpert
 from torchweft.experts.server import Server
 from torchweft.experts.wire import Call, Kind, Received
@@ -235,37 +233,25 @@ def switch_dropout(module: nn.Module, when: str, *, on: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("when", ["inputs", "backward", "number", "mode"])
-def test_late_draws_are_private_and_replayed(when: str, tmp_path: Path) -> None:
-    store = Store()
-    journal = Journal(tmp_path / "log", listener=store)
-    live = ExpertBackend(
-        "late",
-        seeded_module(partial(draw_late, when)),
-        partial(torch.optim.SGD, lr=0.1),
-        args_schema=(X,),
-        journal=journal,
-    )
-    again = ExpertBackend(
-        "late", seeded_module(partial(draw_late, when)), partial(torch.optim.SGD, lr=0.1), args_schema=(X,)
-    )
-    again.load_state_dict(live.state_dict())
+def test_late_draws_are_private_and_repeatable(when: str) -> None:
+    """The same requests lead to the same weights, and the caller's generator is unchanged."""
+    experts: list[ExpertBackend] = []
+    for _ in range(2):
+        module, sgd = seeded_module(partial(draw_late, when)), partial(torch.optim.SGD, lr=0.1)
+        experts.append(ExpertBackend("late", module, sgd, args_schema=(X,)))
+    experts[1].load_state_dict(experts[0].state_dict())
     before = torch.get_rng_state()
-    for number in range(4):
-        if number == 1:
-            switch_dropout(live.module, when, on=True)
-        answer, gradient = live.forward_pool.submit_task(rows(6, number), key=f"{number}"), rows(6, number + 9)
-        work(live)
-        answer.result(0)
-        live.backward_pool.submit_task(rows(6, number), gradient, key=f"{number}", evaluation=number == 3)
-        work(live)
-        assert torch.equal(torch.get_rng_state(), before), "the caller's generator is unchanged"
-    journal.close()
-    entries = journal.entries()
-    assert [entry.evaluation for entry in entries] == [False, False, False, True]
-    replay(again, entries[:1], store.fetch)
-    switch_dropout(again.module, when, on=True)
-    replay(again, entries[1:], store.fetch)
-    assert weights(again) == weights(live)
+    for expert in experts:
+        for number in range(4):
+            if number == 1:
+                switch_dropout(expert.module, when, on=True)
+            answer, gradient = expert.forward_pool.submit_task(rows(6, number), key=f"{number}"), rows(6, number + 9)
+            work(expert)
+            answer.result(0)
+            expert.backward_pool.submit_task(rows(6, number), gradient, key=f"{number}", evaluation=number == 3)
+            work(expert)
+            assert torch.equal(torch.get_rng_state(), before)
+    assert weights(experts[0]) == weights(experts[1])
 
 
 def test_two_drawing_stages_request_a_description_at_once() -> None:

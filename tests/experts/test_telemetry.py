@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from tests.experts.concurrency import wait_until
+from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows
 from tests.experts.status_page.panel_cases import layer, train
-from torchweft.core.errors import UsageError
+from torchweft.core.errors import SpecError, UsageError
 from torchweft.experts import telemetry as adapter
 from torchweft.experts.client import GrpcTransport, RemoteExpert
+from torchweft.experts.errors import ExpertFailedError
 from torchweft.experts.server import Server
 from torchweft.experts.telemetry import Attributes, OpenTelemetryObserver, SafeObserver, SpanObserver
+from torchweft.experts.wire import Call, Header, Kind
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 X = torch.ones(3, 4, dtype=torch.float64)
@@ -90,14 +93,35 @@ def test_batch_span_names_all_its_tasks() -> None:
     assert {recorder.spans[int(number)]["name"] for number in merged["parents"]} == {"torchweft.receive"}
 
 
-def test_client_trace_comes_with_its_connection() -> None:
-    recorder = RecordingObserver()
+def test_each_call_belongs_to_the_trace_that_was_open() -> None:
+    """One connection carries calls of several traces, and of none."""
+    recorder, other = RecordingObserver(), TRACE.replace("0af7", "1bf7")
+    traces: list[str | None] = [TRACE, other, None, "no traceparent", TRACE]
     with Server([layer("a")], observer=recorder) as server:
-        for trace in (lambda: TRACE, None, lambda: None, lambda: "no traceparent"):
-            with GrpcTransport(server.address, trace=trace) as transport, torch.no_grad():
-                RemoteExpert("a", transport)(X)
+        remaining = list(traces)
+        with GrpcTransport(server.address, trace=lambda: remaining[0]) as transport, torch.no_grad():
+            remote = RemoteExpert("a", transport)
+            remote.describe()
+            while remaining:
+                remote(X)
+                remaining.pop(0)
+            assert transport.statistics().streams == 1
     parents = [one["parents"] for one in recorder.spans_named("receive") if one["torchweft.direction"] == "forward"]
-    assert parents == [[TRACE], [], [], []]
+    assert parents == [[TRACE], [other], [], [], [TRACE]]
+
+
+def test_spans_of_failed_work_end_with_its_error() -> None:
+    recorder, backend = RecordingObserver(), fussy_backend()
+    bad = torch.full((1, WIDTH), TROUBLE, dtype=torch.float64)
+    with Server([backend], observer=recorder) as server, RemoteExpert("fussy", server.address) as remote:
+        remote(rows(2, 0))
+        with pytest.raises(ExpertFailedError):
+            remote(bad)
+        with GrpcTransport(server.address) as transport, pytest.raises(SpecError):
+            transport.submit(Call(Header(kind=Kind.FORWARD, uid="fussy"), [rows(2, 0, WIDTH + 1)]), 10.0).result(10)
+    failed = {name: [one["failed"] for one in recorder.spans_named(name)] for name in ("receive", "batch", "failure")}
+    assert failed == {"receive": [False] * 3 + [True], "batch": [False, True], "failure": [True]}
+    assert recorder.spans_named("failure")[0]["parents"] == recorder.spans_named("batch")[1]["parents"]
 
 
 def test_a_removed_expert_is_not_observed() -> None:

@@ -8,7 +8,7 @@ Describing tensors without their batch axis, and making samples from that, is hi
 """
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,24 +20,47 @@ _MISSING = cast("torch.dtype", None)
 
 
 @dataclass(frozen=True)
+class Dim:
+    """A free axis of a `TensorSpec` with an upper bound, such as the length of sequences.
+
+    Example:
+        >>> weft.experts.TensorSpec((None, weft.experts.Dim(max=4096), 64), torch.float32).shape
+        (None, None, 64)
+    """
+
+    max: int
+
+    def __post_init__(self) -> None:
+        with Validator("invalid Dim; a valid one is Dim(max=4096)") as check:
+            check.count("max", self.max)
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """Shape (``None`` for a free axis, usually axis 0, the batch), dtype and ``requires_grad``.
 
-    ``values``: the range of an expert's integers, such as ``range(1000)`` for indices into 1000 rows.
+    ``values``: the range of an expert's integers, such as ``range(1000)`` for indices into 1000 rows. ``most``: the
+    largest size of each free axis, or None. An `Dim` in the shape sets it.
 
     Example:
         >>> weft.TensorSpec((None, 64), torch.float32)  # any number of rows of 64 numbers
         TensorSpec(shape=(None, 64), dtype=torch.float32, requires_grad=False)
     """
 
-    shape: tuple[int | None, ...]
+    shape: tuple[Any, ...]  # int or None; for the constructor also `Dim`
     dtype: torch.dtype = _MISSING
     requires_grad: bool = False
     values: range | None = field(default=None, repr=False)
+    most: tuple[int | None, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.shape, list):
             object.__setattr__(self, "shape", tuple(self.shape))
+        sizes = cast("Any", self.shape)  # of any type before the check below
+        sizes = cast("tuple[int | Dim | None, ...]", sizes if isinstance(sizes, tuple) else ())
+        if any(isinstance(size, Dim) for size in sizes):
+            object.__setattr__(self, "most", tuple(size.max if isinstance(size, Dim) else None for size in sizes))
+            object.__setattr__(self, "shape", tuple(None if isinstance(size, Dim) else size for size in sizes))
         with Validator("invalid TensorSpec; a valid one is TensorSpec((None, 8), torch.float32)") as check:
             if check.instance("shape", self.shape, tuple, "a tuple with a size for each axis, None for any size"):
                 wrong = [size for size in self.shape if not (size is None or _is_size(size))]
@@ -68,6 +91,13 @@ class TensorSpec:
                 f"axis {axis} has size {seen}, wanted {size}"
                 for axis, (size, seen) in enumerate(zip(self.shape, tensor.shape, strict=True))
                 if size is not None and size != seen
+            ]
+            # Only axes with a bound are compared, because most specs have none.
+            bounds = [(axis, most) for axis, most in enumerate(self.most) if most is not None]
+            faults += [
+                f"axis {axis} has size {tensor.shape[axis]}, wanted at most {most}"
+                for axis, most in bounds
+                if tensor.shape[axis] > most
             ]
         if tensor.dtype != self.dtype:
             faults.append(f"has dtype {tensor.dtype}, wanted {self.dtype}")

@@ -5,12 +5,11 @@ schema.py            nested and flat schemas of a call, and the dummy run
 task.py              one request and its futures; the queue of requests
 task_pool.py         options, quotas, delay of batches; tasks of one kind wait here
 runtime.py           one thread per device
-batch_executor.py    one batch: gathered, run, isolated from faults, applied to weights, sums, keys and journal
+batch_executor.py    one batch: gathered, run, isolated from faults, applied to weights, sums and keys
 side_effects.py      changes that a module makes when it runs, and undoing them
 gradients.py         guards, and the sums of open mini-batches
 optimizer_step.py    the optimizer: made, stepped, saved, loaded; idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
-journal.py           the log of batches and its files    journal_replay.py  the replay from it
 checkpoint.py        state that survives the process      serialization.py  state dicts as safetensors files
 telemetry.py         statistics and spans                 errors.py  all errors and warnings
 wire/, compression.py, protobuf.py                        tensors as bytes, after a checked header
@@ -20,42 +19,47 @@ extras.py            packages needed in addition to torch, and how to install th
 """
 
 import os
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # gRPC reads it once, at import. With that support, each fork of a process with an open connection, such as those of a
 # DataLoader's workers in each epoch, prints a line of gRPC on the user's terminal, and a fork of a server can abort.
 # Without it, a forked process must not use gRPC: see `weft.experts.fork_guard`.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Otherwise gRPC prints a line on a client's stderr when a server ends with a call open, although that is no fault.
 
-from torchweft.core.spec import TensorSpec
+from torchweft.core.spec import Dim, TensorSpec
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.gradients import AccumulationOptions, Guards
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
-from torchweft.experts.journal import Entry, Journal, Member, journal_lines, read_journal
-from torchweft.experts.journal_replay import replay
 from torchweft.experts.registry import ExpertFactory, FeedForward, expert_kinds, make_expert, register_expert
 from torchweft.experts.runtime import Runtime
 from torchweft.experts.task_pool import PoolOptions, TaskPool
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name == "ModuleBackend":
+            # ImportError, because ``from ... import`` replaces the text of an AttributeError by its own.
+            raise ImportError("hivemind's ModuleBackend is called ExpertBackend here: weft.ExpertBackend", name=name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "AccumulationOptions",
-    "Entry",
+    "Dim",
     "ExpertBackend",
     "ExpertFactory",
     "FeedForward",
     "GraphBudget",
     "Guards",
     "IdempotencyOptions",
-    "Journal",
-    "Member",
     "PoolOptions",
     "Runtime",
     "TaskPool",
     "TensorSpec",
     "expert_kinds",
-    "journal_lines",
     "make_expert",
-    "read_journal",
     "register_expert",
-    "replay",
 ]

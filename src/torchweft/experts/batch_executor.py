@@ -1,7 +1,7 @@
 """Executor of one expert: gathers tasks into a batch, runs the module, isolates faults, and applies the rest.
 
     task a [2 rows] ──┐
-    task b [1 row ] ──┼─ buffers ─ guards ─ module ─ guards ──> apply ──> step or sum, keys, journal
+    task b [1 row ] ──┼─ buffers ─ guards ─ module ─ guards ──> apply ──> step or sum, keys
     task c [3 rows] ──┘ '-------- attempt: can fail --------'      '-- only the optimizer can fail --'
 
 An attempt has no consequences (`weft.experts.side_effects`). It returns a function, and only calling that changes the
@@ -13,8 +13,8 @@ expert. A failed batch can therefore be split, and only the tasks that cause the
 
 Running every task alone would also isolate faults, but a step costs more than most batches. The order of an update:
 
-    backward    permit ── buffers ── optimizer step, or term of a mini-batch's sum ── journal ── idempotency keys
-    commit      permit ── sum closed ── optimizer step ── keys of its terms ── own key ── journal
+    backward    permit ── buffers ── optimizer step, or term of a mini-batch's sum ── idempotency keys
+    commit      permit ── sum closed ── optimizer step ── keys of its terms ── own key
 """
 
 import math
@@ -34,7 +34,7 @@ from torchweft.core.context import ExecutionContext, on_device
 from torchweft.core.errors import SpecError, WeftError, join_faults
 from torchweft.core.segment import MicroBatchContext, Segment
 from torchweft.experts import errors
-from torchweft.experts.gradients import GradientAccumulator, GradientAccumulators, Guards, Owner
+from torchweft.experts.gradients import GradientAccumulator, GradientAccumulators, Guards, WeightCheck
 from torchweft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
 from torchweft.experts.idempotency import IdempotencyTable, RequestKind
 from torchweft.experts.optimizer_step import OptimizerStep
@@ -102,6 +102,10 @@ def split_outputs(batch: Iterable[Tensor], tasks: Sequence[Task], reused: set[in
     # The receiver keeps its results, but these storages are overwritten by the next batch or step.
     private = [x.clone() if x.is_cpu and x.untyped_storage().data_ptr() in reused else x.cpu() for x in plain]
     return split_rows(private, [task.rows for task in tasks])
+
+
+def _blame_weights(answer: Answer, fault: str) -> Answer:
+    return errors.NotFiniteError(fault) if isinstance(answer, errors.GradientError) else answer
 
 
 def _is_device_lost(error: BaseException, device: torch.device) -> bool:
@@ -269,9 +273,10 @@ class WeightUpdates:
         idempotency: IdempotencyTable,
         mini_batches: GradientAccumulators,
         graphs: GraphCache,
+        weights: WeightCheck,
     ) -> None:
         self.stepper, self.idempotency, self.mini_batches = stepper, idempotency, mini_batches
-        self.graphs = graphs
+        self.graphs, self.weights = graphs, weights
         self.check_permit: Callable[[], None] = lambda: None
         self._effects = effects
 
@@ -283,10 +288,9 @@ class WeightUpdates:
         # Read for every batch, because layers can be frozen at any time.
         return [p for p in self._effects.parameters() if p.requires_grad] if self.stepper.trains else []
 
-    def check_mini_batch(self, task: Task, parameters: Sequence[nn.Parameter], *, replaying: bool) -> None:
+    def check_mini_batch(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
         client, mini_batch = owner = task.owner
-        # A replay repeats requests that the table can already know as committed.
-        if not replaying and self.idempotency.step_of("commit", *owner) is not None:
+        if self.idempotency.step_of("commit", *owner) is not None:
             raise errors.CommitError(f"mini-batch {mini_batch!r} of client {client!r} was committed; start a new one")
         if self.idempotency.step_of("dropped", *owner) is not None:
             raise errors.CommitError(
@@ -299,26 +303,31 @@ class WeightUpdates:
         """Drop mini-batches that were discarded or are too old. Their names are rejected from then on."""
         if self.mini_batches or self.mini_batches.discarded:
             for owner, principal in self.mini_batches.expired_owners().items():
-                self.drop_sum(owner)
+                self.mini_batches.pop(owner, None)
                 self.idempotency.drop_mini_batch(*owner, principal)
 
-    def drop_sum(self, owner: Owner) -> None:
-        if self.mini_batches.pop(owner, None) is not None:
-            self.stepper.log("dropped", [Task((), 1, client=owner[0], mini_batch=owner[1])])
-
     def forget_pending(self) -> None:
-        # All of it was computed for the old weights. The journal already knows of the load.
+        # All of it was computed for the old weights.
         for owner, accumulator in self.mini_batches.items():
             self.idempotency.drop_mini_batch(*owner, accumulator.principal)
         self.mini_batches.clear()
         self.graphs.void_graphs()
 
-    def step(self, parameters: list[nn.Parameter], gradients: list[Tensor | None], shared_storages: set[int]) -> None:
+    def step(
+        self,
+        parameters: list[nn.Parameter],
+        gradients: list[Tensor | None],
+        shared_storages: set[int],
+        *,
+        backward: bool = False,
+    ) -> None:
+        every = self._effects.parameters()
         try:
-            self.stepper.step(self._effects.parameters(), parameters, gradients, shared_storages)
+            self.stepper.step(every, parameters, gradients, shared_storages, backward=backward)
         finally:  # the graphs belong to the weights before the step, and a failed step can have changed some
             if self.graphs.enabled:
                 self.graphs.void_graphs()
+        self.weights.after_step(self.stepper.steps)
 
     def commit(
         self, tasks: Sequence[Task], accumulator: GradientAccumulator, results: list[Results], copies: KeyedResults
@@ -331,11 +340,9 @@ class WeightUpdates:
             self.step(accumulator.parameters, accumulator.total.totals, set())
         except BaseException:
             self.idempotency.forget_mini_batch(*owner)
-            self.stepper.log("commit", tasks, failed=True)
             raise
         self.idempotency.commit_mini_batch(*owner, self.stepper.steps)
         self.store_results("commit", copies)
-        self.stepper.log("commit", tasks, terms=accumulator.terms)
         return results
 
     def store_results(self, kind: RequestKind, copies: KeyedResults) -> None:
@@ -356,7 +363,6 @@ class BackwardUpdate:
     updates: WeightUpdates
     tasks: Sequence[Task]
     results: list[Results]
-    seed: int
     parameters: list[nn.Parameter]
     gradients: list[Tensor | None]
     shared_storages: set[int]  # addresses of memory that the gradients can share with the results or the module
@@ -372,14 +378,12 @@ class BackwardUpdate:
             # Autograd's gradients can share memory with the results, which their receiver can overwrite.
             private = [None if gradient is None else gradient.clone() for gradient in self.gradients]
             updates.mini_batches.add(self.tasks[0], self.parameters, private)
+            stepper.count_backward()
         elif stepper.trains:
-            try:
-                updates.step(self.parameters, self.gradients, self.shared_storages)
-            except BaseException:
-                stepper.log("backward", self.tasks, self.seed, failed=True)
-                raise
-        # Neither of these raises: the journal counts its own failures, and the results are copies already.
-        stepper.log("backward", self.tasks, self.seed)
+            updates.step(self.parameters, self.gradients, self.shared_storages, backward=True)
+        else:
+            stepper.count_backward()
+        # This cannot raise: the results are copies already.
         updates.store_results("backward", self.copies)
         return self.results
 
@@ -390,13 +394,12 @@ class BatchExecutor:
     def __init__(self, name: str, module: FlatModule, guards: Guards, updates: WeightUpdates) -> None:
         self.name, self.module, self.updates = name, module, updates
         self.stepper, self.graphs, self.mini_batches = updates.stepper, updates.graphs, updates.mini_batches
-        # Held for a whole batch, and before the locks of idempotency table and journal. Reentrant, because `backward`
+        # Held for a whole batch, and before the lock of the idempotency table. Reentrant, because `backward`
         # holds it around `_answer_tasks`, and an overridden ``apply_gradients`` can ask for the expert's state.
         self.lock = threading.RLock()
         self.forward_batches = self.retried_batches = 0
         self.refused: Counter[str] = Counter()
         self._guards = guards
-        self._replay_seed: int | None = None
         inputs, device = module.call.columns(), module.effects.device
         gradients = module.outputs.columns(casts=True, prefix="gradient of ")
         self.forward_buffers = BatchBuffers(FlatSchema(inputs), device)
@@ -425,41 +428,37 @@ class BatchExecutor:
             for task, answer in zip(tasks, answers, strict=True):
                 if isinstance(answer, errors.GradientError):
                     self.refused["gradient"] += 1
-                    self.updates.drop_sum(task.owner)
+                    self.mini_batches.pop(task.owner, None)
                     # The caller gets this error, so the name can be used again: the sum cannot be continued by mistake.
                     self.updates.idempotency.forget_mini_batch(*task.owner)
             return answers
 
-    def redo(self, kind: RequestKind, tasks: Sequence[Task], seed: int, branch: str = "") -> None:
-        with self.lock, self.stepper.replaying(branch):
-            self._replay_seed = seed
-            try:
-                with on_device(self.module.effects.device), self._module_mode(tasks):
-                    (self._try_backward if kind == "backward" else self._try_commit)(tasks)()
-            except TaskFault as fault:
-                raise next(iter(fault.by_task.values())) from fault
-            finally:
-                self._replay_seed = None
-
-    def saved_counts(self) -> dict[str, int | str]:
+    def saved_counts(self) -> dict[str, int]:
         return {
             "steps": self.stepper.steps,
             "seed": self.module.effects.seed,
             "forward_batches": self.forward_batches,
             "backward_batches": self.backward_batches,
-            "branch": self.stepper.branch,
         }
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
         self.forward_batches = counts["forward_batches"]
         self.module.effects.change_seed(counts["seed"])
         self.updates.forget_pending()
-        self.stepper.resume_from(counts["steps"], counts["backward_batches"], counts["branch"])
+        self.updates.weights.after_load()
+        self.stepper.resume_from(counts["steps"], counts["backward_batches"])
 
     def _answer_tasks(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
-        device = self.module.effects.device
+        device, weights = self.module.effects.device, self.updates.weights
         with self.lock, on_device(device), self._module_mode(tasks):
+            if weights.fault is not None:
+                return [errors.NotFiniteError(weights.fault) for _ in tasks]
             answers, failures = isolate_faults(tasks, attempt, self.name)
+            if any(isinstance(answer, errors.GradientError) for answer in answers):
+                # NaN in the gradients can come from NaN in the weights, and then no client is at fault.
+                weights.check("when gradients were refused")
+                if weights.fault is not None:
+                    answers = [_blame_weights(answer, weights.fault) for answer in answers]
             self.retried_batches += failures
             for task, answer in zip(tasks, answers, strict=True):
                 if isinstance(answer, BaseException) and _is_device_lost(answer, device):
@@ -511,17 +510,16 @@ class BatchExecutor:
 
     def _try_backward(self, tasks: Sequence[Task]) -> Apply:
         effects, updates = self.module.effects, self.updates
-        parameters, replaying = updates.trained_parameters(), self._replay_seed is not None
+        parameters = updates.trained_parameters()
         if tasks[0].mini_batch is not None:  # a batch never mixes mini-batches
-            updates.check_mini_batch(tasks[0], parameters, replaying=replaying)
+            updates.check_mini_batch(tasks[0], parameters)
         graph, inputs, gradients = self._backward_inputs(tasks, parameters)
         if not self._guards.accept_outputs(gradients):
             self._raise_output_faults(tasks)
         before = effects.take_snapshot()
         try:
             if graph is None:
-                batches = self.backward_batches
-                seed = effects.batch_seed(1, batches, tasks) if self._replay_seed is None else self._replay_seed
+                seed = effects.batch_seed(1, self.backward_batches, tasks)
                 graph = self.module.make_graph(inputs, seed, parameters)[0]
             input_gradients, totals = self.module.walk_back(graph, gradients)
             # Everything below can fail, and so belongs to the attempt: guards, results, their copies.
@@ -539,7 +537,7 @@ class BatchExecutor:
             if before is not None:
                 before.restore()
         trained = [p for p in graph.tape.segment.parameters if isinstance(p, nn.Parameter)]
-        return BackwardUpdate(updates, tasks, results, graph.seed, trained, totals, shared, after, copies).apply
+        return BackwardUpdate(updates, tasks, results, trained, totals, shared, after, copies).apply
 
     def _try_commit(self, tasks: Sequence[Task]) -> Apply:
         accumulator = self.mini_batches[tasks[0].owner]

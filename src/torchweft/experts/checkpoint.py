@@ -32,7 +32,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from torchweft.core.errors import UsageError, escape, join_faults
 from torchweft.experts import extras as extras  # noqa: PLC0414  (reports missing packages)
-from torchweft.experts.errors import CheckpointError, DamagedError
+from torchweft.experts.errors import CheckpointError, DamagedError, FormatError
 from torchweft.experts.serialization import deserialize, serialize
 
 _LOG = logging.getLogger("torchweft.experts.checkpoints")
@@ -86,7 +86,8 @@ class CheckpointStore(Protocol):
         """Make a checkpoint durable before this returns. Raises ``CheckpointError``; then the previous one is."""
 
     def load_newest(self, uid: str) -> Checkpoint | None:
-        """The newest whole checkpoint, on the CPU. None without any. Raises ``CheckpointError`` if all are damaged."""
+        """The newest whole checkpoint, on the CPU, or None. Raises ``CheckpointError`` if all are damaged."""
+        # Raises ``FormatError`` if another version wrote the newest whole one: an older one would lose its steps.
         ...
 
     def has(self, uid: str, step: int) -> bool:
@@ -291,6 +292,11 @@ class FolderCheckpointStore:
             for name in names:
                 try:
                     value = self._read(folder / name, uid)
+                except FormatError as error:
+                    raise FormatError(
+                        f"the newest checkpoint of expert {uid!r} cannot be read, {folder / name}: {error}. To go on "
+                        "from an older one instead, move that file away"
+                    ) from None
                 except (OSError, DamagedError) as error:
                     faults.append(f"{name}: {error}")
                     continue
@@ -354,7 +360,8 @@ class FolderCheckpointStore:
         names = self._names(folder)
         for name in names:
             with suppress(OSError, DamagedError):
-                self._read(folder / name, uid)
+                with suppress(FormatError):  # whole, and to be kept
+                    self._read(folder / name, uid)
                 return [other for other in names if other != name and other in self._removable[uid]]
         return []
 

@@ -75,16 +75,16 @@ class StepError(ExpertError, reason="step"):
     """The optimizer, its schedule or an overridden ``apply_gradients`` raised. The weights can have changed."""
 
 
+class NotFiniteError(ExpertError, reason="finite"):
+    """The expert's own weights hold NaN or infinity. The caller's tensors are not at fault."""
+
+
 class ModuleExitError(ExpertError, reason="exit"):
     """The module raised ``SystemExit`` or ``KeyboardInterrupt``, which must not end the process that serves it."""
 
 
 class DeviceLostError(ExpertError, reason="device"):
     """A GPU failed, and this process cannot use it any more."""
-
-
-class ReplayError(ExpertError, reason="replay"):
-    """A log of batches does not fit the expert that it is replayed on."""
 
 
 class RemoteError(ExpertError, reason="remote"):
@@ -209,6 +209,10 @@ class CheckpointError(WeftError, RuntimeError):
 
 class DamagedError(CheckpointError):
     """The content of a file has changed since it was written."""
+
+
+class FormatError(CheckpointError):
+    """The file is intact, but another version of torchweft wrote it in a format that this one cannot read."""
 
 
 class StepsLostWarning(UserWarning):

@@ -7,7 +7,7 @@
     clients ──> commit_pool   ──┘   (one thread)  └── apply_gradients: clip, optimizer, schedule
 
 The two kinds of task and the schemas are hivemind's. In addition, a fault of one client fails only that client's task.
-A backward with a key steps once however often it is sent. The log of the batches replays to the same bytes.
+A backward with a key steps once however often it is sent.
 """
 
 import inspect
@@ -25,16 +25,17 @@ from torch.optim import Optimizer
 from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, is_number, suggest
 from torchweft.experts.batch_executor import BatchExecutor, FlatModule, WeightUpdates
-from torchweft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards
+from torchweft.experts.errors import NotFiniteError
+from torchweft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards, WeightCheck
 from torchweft.experts.graph_cache import GraphBudget, GraphCache
 from torchweft.experts.idempotency import IdempotencyOptions, IdempotencyTable
-from torchweft.experts.journal import Journal
 from torchweft.experts.optimizer_step import (
     OptimizerLike,
     OptimizerStep,
     ScheduleLike,
     check_state,
     copy_state,
+    dtype_changes,
     load_parts,
     make_stepping,
 )
@@ -63,7 +64,6 @@ class ExpertBackend:
         guards: limits beyond which gradients are rejected.
         idempotency, mini_batches: bounds of the idempotency keys, and of the sums of gradients open for `commit`.
         keep_graphs: keep graph and inputs of forwards with a key for their backward.
-        journal: logs every batch that counts.
         pool_options: the fields of `PoolOptions`.
 
     Raises ``UsageError`` that lists every invalid argument, and ``SpecError`` if the outputs do not fit. Exceptions of
@@ -95,11 +95,10 @@ class ExpertBackend:
         idempotency: IdempotencyOptions | None = None,
         mini_batches: AccumulationOptions | None = None,
         keep_graphs: GraphBudget | None = None,
-        journal: Journal | None = None,
         **pool_options: Any,
     ) -> None:
         arguments = {"clip_grad_norm": clip_grad_norm, "guards": guards, "idempotency": idempotency}
-        arguments |= {"mini_batches": mini_batches, "keep_graphs": keep_graphs, "journal": journal}
+        arguments |= {"mini_batches": mini_batches, "keep_graphs": keep_graphs}
         with Validator(f"invalid arguments of expert {name!r}") as check:
             for one, other, words in ((module, expert, "module= and expert="), (optimizer, opt, "optimizer= and opt=")):
                 check.require(one is None or other is None, f"{words} are two names of one thing; give one")
@@ -119,10 +118,11 @@ class ExpertBackend:
         self.idempotency = IdempotencyTable(idempotency)
         effects = SideEffects(self.module, self.device, crc32(name.encode()))
         step = None if self.optimizer is None else self._apply_observed
-        self._stepper = OptimizerStep(name, step, journal)
+        self._stepper = OptimizerStep(name, step)
         self._observer: WorkObserver | None = None
         sums, graphs = GradientAccumulators(mini_batches), GraphCache(keep_graphs)
-        updates = WeightUpdates(effects, self._stepper, self.idempotency, sums, graphs)
+        weights = WeightCheck(name, self.module, enabled=(guards or Guards()).finite)
+        updates = WeightUpdates(effects, self._stepper, self.idempotency, sums, graphs, weights)
         flat = FlatModule(name, self.module, effects, call, outputs_schema)
         executor = self.executor = BatchExecutor(name, flat, guards or Guards(), updates)
         # A client's backward must draw the mask of its forward, so tasks of a drawing module run alone. A larger
@@ -141,8 +141,16 @@ class ExpertBackend:
         return self._stepper.steps
 
     @property
-    def journal(self) -> Journal | None:
-        return self._stepper.journal
+    def fault(self) -> str | None:
+        """The reason why this expert answers no call, such as weights that hold NaN, or None."""
+        return self.executor.updates.weights.fault
+
+    def check_weights(self) -> None:
+        """Raise `NotFiniteError` if weights hold NaN or infinity, so that they must not be saved or sent."""
+        with self.executor.lock:
+            self.executor.updates.weights.check("before its state was saved")
+        if self.fault is not None:
+            raise NotFiniteError(self.fault)
 
     @property
     def pools(self) -> tuple[TaskPool, TaskPool, TaskPool]:
@@ -222,12 +230,23 @@ class ExpertBackend:
         with self.executor.lock:
             return copy_state(self.module, self.optimizer, self.schedule, self.executor.saved_counts())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, without open mini-batches and kept graphs. An error changes nothing."""
+    def load_state_dict(self, state: dict[str, Any], *, lossy: bool = False) -> list[str]:
+        """Continue from a `state_dict`, without open mini-batches and kept graphs. An error changes nothing.
+
+        Returns notes on tensors that were converted to another dtype. Raises ``UsageError`` if that would lose digits,
+        such as float32 into bfloat16, unless ``lossy``.
+        """
         check_state(self.name, state, self.optimizer, self.schedule)
+        changes = dtype_changes(self.module, state["module"])
+        if changes[True] and not lossy:
+            raise UsageError(
+                f"loading the state into expert {self.name!r} would lose digits: {'; '.join(changes[True])}. Make the "
+                "module with the dtype of the state, or allow the loss: ServerOptions(lossy_restore=True)"
+            )
         with self.executor.lock:
             load_parts(self.module, self.optimizer, self.schedule, state)
             self.executor.load_counts(state)
+        return [f"{words}: converted" for words in changes[False] + changes[True]]
 
     def statistics(self, *, wait: bool = True) -> BackendStatistics:
         """Counters, and memory held now. Without ``wait``, numbers can be of different moments while a batch runs."""
@@ -250,7 +269,6 @@ class ExpertBackend:
                 kept_graphs=len(executor.graphs),
                 kept_graph_bytes=executor.graphs.nbytes,
                 used_graphs=executor.graphs.used,
-                journal_failures=self._stepper.journal_failures,
                 buffer_bytes=executor.forward_buffers.nbytes + executor.backward_buffers.nbytes,
                 idempotency=self.idempotency.statistics(),
                 pools={pool.name: pool.statistics() for pool in self.pools},
@@ -280,7 +298,7 @@ def _check_arguments(
         check.add(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
     elif clip is not None and optimizer is None:
         check.add("clip_grad_norm was given, but no optimizer, whose steps it would bound")
-    kinds = (Guards, IdempotencyOptions, AccumulationOptions, GraphBudget, Journal)
+    kinds = (Guards, IdempotencyOptions, AccumulationOptions, GraphBudget)
     for (option, value), kind in zip(options.items(), kinds, strict=True):
         check.instance(option, value, kind, f"a {kind.__name__}", optional=True)
     known = [*inspect.signature(ExpertBackend).parameters, *(option.name for option in fields(PoolOptions))]

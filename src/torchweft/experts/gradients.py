@@ -16,7 +16,7 @@ its caller discards it. Its name cannot be reused then, because a commit would a
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -76,9 +76,13 @@ class Guards:
             return
         length, most = norm(gradients), math.inf if self.max_norm is None else self.max_norm
         if not length <= most or (self.finite and not math.isfinite(length)):  # NaN fails every comparison
+            limit, advice = "a finite one", ""
+            if self.max_norm is not None:
+                limit = f"at most {most:.6g}" + (" and finite" if self.finite else "")
+                advice = ", or raise max_norm" if math.isfinite(length) else ""
             raise GradientError(
-                f"the gradients of the parameters have norm {length:.6g}, wanted at most {most:.6g} and finite; "
-                "nothing was changed. Look for NaN or huge numbers in inputs and gradients, or raise max_norm"
+                f"the gradients of the parameters have norm {length:.6g}, wanted {limit}; nothing was changed. Look "
+                f"for NaN or huge numbers in inputs and gradients{advice}"
             )
 
     def check_buffers(self, before: TensorSnapshot, after: TensorSnapshot) -> None:
@@ -114,6 +118,55 @@ def _is_finite(tensor: Tensor) -> bool:
 def _with_norm(tensor: Tensor) -> Tensor:
     # PyTorch has no norms for floats of eight bits.
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
+_REST = 50.0  # a check after a step follows a rest of so many times its duration, so that steps take 2% longer at most
+
+
+class WeightCheck:
+    """Check that steps leave no NaN or infinity in the parameters of a module. Guarded by the expert's lock.
+
+    Guards keep such gradients out, but an optimizer can make weights infinite, such as by a learning rate of 1e38. Then
+    ``fault`` says so, and the expert answers every call with `NotFiniteError`, until a sound state is loaded.
+    """
+
+    def __init__(self, name: str, module: nn.Module, *, enabled: bool) -> None:
+        self.fault: str | None = None
+        self._name, self._module, self._enabled = name, module, enabled
+        self._exempt: set[str] = set()  # parameters that are not finite by intention
+        self._next = 0.0
+        if enabled:
+            self.accept()
+
+    def accept(self) -> None:
+        """Take the present parameters as they are, such as those of a new module."""
+        self._exempt, self.fault, self._next = set(), None, 0.0
+        self._exempt = {name for name, parameter in self._module.named_parameters() if not _is_finite(parameter)}
+
+    def after_load(self) -> None:
+        self.fault, self._next = None, 0.0
+        self.check("after its state was loaded")
+
+    def after_step(self, step: int) -> None:
+        begin = time.monotonic()
+        if begin >= self._next:
+            self.check(f"after step {step}")
+            end = time.monotonic()
+            self._next = end + _REST * (end - begin)
+
+    def check(self, when: str) -> None:
+        if self.fault is not None or not self._enabled:
+            return
+        named = [(name, p.detach()) for name, p in self._module.named_parameters() if name not in self._exempt]
+        # One norm first, because it is cheap. A sum of large finite numbers can also overflow.
+        names = [] if math.isfinite(norm([p for _, p in named])) else [name for name, p in named if not _is_finite(p)]
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            self.fault = (
+                f"{shown} of expert {self._name!r} hold NaN or infinity, seen {when}. No client is at fault: see its "
+                "optimizer, the learning rate first. Nothing is served or saved until a sound checkpoint is loaded: "
+                "restart the server, or roll the expert back"
+            )
 
 
 Owner = tuple[str | None, str]  # Client and name of the mini-batch
@@ -157,13 +210,11 @@ class GradientAccumulator:
     parameters: list[nn.Parameter]
     total: GradientSum
     principal: str | None
-    terms: int = 0
     touched: float = 0.0
     stream: CallerStream | None = None
 
     def add(self, gradients: Sequence[Tensor | None], now: float, stream: CallerStream | None) -> None:
         self.total.add(gradients)
-        self.terms += 1
         self.touched, self.stream = now, stream
 
     def is_expired(self, now: float, options: AccumulationOptions) -> bool:
@@ -209,11 +260,6 @@ class GradientAccumulators(dict[Owner, GradientAccumulator]):
     def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         new = GradientAccumulator(list(parameters), GradientSum(len(parameters)), task.principal)
         self.setdefault(task.owner, new).add(gradients, self._clock(), task.stream)
-
-    def forget_sums(self, owners: Iterable[Owner]) -> None:
-        # Without a journal entry: the journal that a replay reads has the entries already.
-        for owner in owners:
-            self.pop(owner, None)
 
     def __missing__(self, owner: Owner) -> GradientAccumulator:
         raise CommitError(

@@ -1,4 +1,4 @@
-"""Optimizer of an expert: it is made, steps with gradients in memory of their own, is logged, saved and loaded.
+"""Optimizer of an expert: it is made, steps with gradients in memory of their own, is saved and loaded.
 
 gradients ── private ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
                                  '────────raises──> StepError                    in every case
@@ -17,11 +17,10 @@ end of the others. Gradients that fit are not copied: on the CPU, copying all of
 
 import copy
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from secrets import token_hex
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, suggest
 from torchweft.experts.errors import StepError
-from torchweft.experts.journal import Entry, Journal, Member
-from torchweft.experts.task import Task
 
 
 def private_gradients(
@@ -182,17 +179,12 @@ def _accepts_fused(factory: Callable[..., Optimizer]) -> bool:
 
 
 class OptimizerStep:
-    """Steps of one expert and their log. Guarded by the expert's lock. ``branch`` names their history."""
+    """Steps of one expert and their counts. Guarded by the expert's lock."""
 
-    def __init__(self, name: str, apply: Callable[[], None] | None, journal: Journal | None) -> None:
+    def __init__(self, name: str, apply: Callable[[], None] | None) -> None:
         self.steps = self.backward_batches = 0
-        self.branch = self._next_branch = ""
-        self.journal_failures = 0
         self.trains = apply is not None
-        self.journal, self._name, self._apply = journal, name, apply
-        if journal is not None:
-            journal.bind_to(name)
-        self.resume_from(0, 0, "")
+        self._name, self._apply = name, apply
 
     def step(
         self,
@@ -200,6 +192,8 @@ class OptimizerStep:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
         shared_storages: set[int],
+        *,
+        backward: bool = False,
     ) -> None:
         """One optimizer step. Raises `StepError`, and does not count it, if the optimizer or a hook raises."""
         # ``every`` parameter of the module, because frozen ones can hold a gradient too. ``shared_storages`` are
@@ -227,55 +221,24 @@ class OptimizerStep:
         finally:
             for parameter in every:
                 parameter.grad = None
+            self.backward_batches += backward
         self.steps += 1
 
-    def resume_from(self, steps: int, batches: int, branch: str) -> None:
+    def count_backward(self) -> None:
+        self.backward_batches += 1
+
+    def resume_from(self, steps: int, batches: int) -> None:
         self.steps, self.backward_batches = steps, batches
-        self.branch, self._next_branch = branch, token_hex(8)
-        if self.journal is not None:
-            self.journal.restored(steps, batches, branch)
-
-    @contextmanager
-    def replaying(self, branch: str) -> Generator[None]:
-        self._next_branch = branch
-        try:
-            yield
-        finally:
-            self._next_branch = token_hex(8)
-
-    def log(
-        self,
-        kind: Literal["backward", "commit", "dropped"],
-        tasks: Sequence[Task],
-        seed: int = 0,
-        *,
-        failed: bool = False,
-        terms: int = 0,
-    ) -> None:
-        """Count a batch, and write it, or a dropped mini-batch, into the journal. ``terms``: of the sum of a commit."""
-        self.backward_batches += kind == "backward"
-        if failed:
-            # A failed commit can change the weights, but changes no count. Only the branch tells the states apart.
-            self._next_branch = token_hex(8)
-        self.branch = self._next_branch
-        if self.journal is None:
-            return
-        members = tuple([Member(task.client, task.key, task.rows, task.number) for task in tasks])
-        more = (torch.get_num_threads(), failed, self.backward_batches, tasks[0].evaluation, self.branch, terms)
-        try:
-            self.journal.write(Entry(kind, self.steps, seed, tasks[0].mini_batch, members, *more), tasks)
-        except Exception:
-            # Not raised, because a full disk must not make a step look as if it had failed.
-            self.journal_failures += 1
 
 
 # Names of classes by part. Without them, torch would load the state of another class of optimizer.
 _CLASS_KEYS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}
+_BRANCH = "branch"  # of states that were saved when experts had a journal
 _COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
 
 
 def copy_state(
-    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, counts: Mapping[str, int | str]
+    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, counts: Mapping[str, int]
 ) -> dict[str, Any]:
     state: dict[str, Any] = {"module": module.state_dict(), **counts}
     for name, part in {"optimizer": optimizer, "schedule": schedule}.items():
@@ -285,10 +248,10 @@ def copy_state(
 
 
 def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
-    fields = {"module", "branch", *_COUNTS, *_CLASS_KEYS, *_CLASS_KEYS.values()}
+    fields = {"module", *_COUNTS, *_CLASS_KEYS, *_CLASS_KEYS.values()}
     with Validator(f"this is not a state of expert {name!r}") as check:
         check.add(*(f"{key!r} is missing" for key in sorted(fields - state.keys())))
-        check.add(*(f"{key!r} is not known" for key in sorted(state.keys() - fields)))
+        check.add(*(f"{key!r} is not known" for key in sorted(state.keys() - fields - {_BRANCH})))
         for key in sorted(_COUNTS & state.keys()):
             check.count(key, state[key], least=0)
         for word, part in {"optimizer": optimizer, "schedule": schedule}.items():
@@ -300,6 +263,20 @@ def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None
                 )
             elif part is not None and saved_class is not None and saved_class != type(part).__name__:
                 check.add(f"the state is of {word} {saved_class}, but this expert has {type(part).__name__}")
+
+
+def dtype_changes(module: nn.Module, saved: Mapping[str, Any]) -> dict[bool, list[str]]:
+    """Tensors of a saved module that change their dtype, in words, by whether the new dtype loses digits."""
+    changes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    for name, own in module.state_dict().items():
+        value = saved.get(name)
+        if isinstance(own, Tensor) and isinstance(value, Tensor) and value.dtype != own.dtype:
+            changes.setdefault((value.dtype, own.dtype), []).append(name)
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for (old, new), names in changes.items():
+        words = f"{len(names)} tensors ({', '.join(names[:3])}) are {old} in the state, and {new} in this module"
+        texts[torch.promote_types(old, new) != new].append(words.replace("torch.", ""))
+    return texts
 
 
 def load_parts(

@@ -48,7 +48,7 @@ class Column:
                 if size is not None and size != seen_size:
                     break
             else:
-                if self.spec.values is None:
+                if self.spec.values is None and not self.spec.most:
                     return []
         spec = replace(self.spec, dtype=dtype if casts else spec_dtype, requires_grad=tensor.requires_grad)
         faults = [f"{self.name} {fault}" for fault in spec.faults(tensor)]

@@ -22,7 +22,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from torchweft.core.errors import UsageError, join_faults
-from torchweft.experts.errors import DamagedError
+from torchweft.experts.errors import DamagedError, FormatError
 from torchweft.experts.wire.frame import CODES
 
 _FORMAT = "torchweft-1"
@@ -72,7 +72,7 @@ def serialize(value: Any) -> memoryview:
 
 
 def deserialize(data: bytes | bytearray | memoryview) -> Any:
-    """The inverse of `serialize`, with tensors on the CPU. Raises ``DamagedError`` for any other bytes."""
+    """The inverse of `serialize`, with tensors on the CPU. Raises ``DamagedError`` or ``FormatError``."""
     data = bytes(data)
     try:
         size = int.from_bytes(data[:8], "little")
@@ -85,7 +85,10 @@ def deserialize(data: bytes | bytearray | memoryview) -> Any:
         raise
     except Exception as error:  # any library can fail on damaged bytes, in its own way
         raise DamagedError(f"not a checkpoint: {type(error).__name__}: {error}") from error
-    raise DamagedError(f"the file has format {metadata['format']!r}, wanted {_FORMAT!r}")
+    raise FormatError(
+        f"it has format {metadata['format']!r}, and this version of torchweft reads {_FORMAT!r}; start the version "
+        "that wrote it"
+    )
 
 
 class _Encoder:

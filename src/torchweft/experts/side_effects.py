@@ -4,16 +4,16 @@
     backward:  snapshot ── forward ── backward ── guards ── step        all changes stay
                    +────────── restore <── any of them fails            none stays
 
-A failed batch can therefore run again in parts, and the log of backward batches is enough to replay them. Copying all
-tensors of a module for every batch would be simple, but as slow as a step. So only those that were seen to change are
-copied. A tensor that the dummy run did not change and a later batch does is known from then on, and not restored once.
+A failed batch can therefore run again in parts. Copying all tensors of a module for every batch would be simple, but as
+slow as a step. So only those that were seen to change are copied. A tensor that the dummy run did not change and a
+later batch does is known from then on, and not restored once.
 
     forward   of key k ── seed of k ──> mask          the gradient belongs to the forward that the client saw, if both
     backward  of key k ── seed of k ──> same mask     ran as the same batch: so tasks of a drawing module run alone
 
 A module that draws random numbers (dropout) gets its own for every batch, by a seed; see `weft.core.rng`. Whether it
 draws is observed in the dummy run, in the first batch and backward, and again whenever a number or a flag of a layer
-has changed. A module that draws only for some inputs is not detected, and its log does not replay to the same bytes.
+has changed. A module that draws only for some inputs is not detected, and its backward can draw another mask.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence

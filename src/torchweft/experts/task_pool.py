@@ -19,7 +19,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isnan
 from typing import Any, Protocol, runtime_checkable
@@ -269,6 +268,7 @@ class PoolCounters:
     def __init__(self) -> None:
         self._tasks, self._failed, self._refused = (Counter[str]() for _ in range(3))
         self._merged, self._answer_seconds = Counter[int](), 0.0
+        self._answer_times = Counter[float]()
 
     def count_task(self, fate: str) -> None:
         self._tasks[fate] += 1
@@ -288,6 +288,8 @@ class PoolCounters:
             if not isinstance(answer, BaseException):
                 self._tasks["answered"] += 1
                 self._answer_seconds += now - task.arrival
+                # Rounded up to 1 ms times a power of two, as a histogram with few buckets.
+                self._answer_times[(1 << int(1000 * (now - task.arrival)).bit_length()) / 1000] += 1
             elif isinstance(answer, errors.ExpiredError):
                 self._tasks["expired"] += 1
             else:
@@ -301,6 +303,7 @@ class PoolCounters:
             name=name,
             **{kind: self._tasks[kind] for kind in kinds},
             answer_seconds=self._answer_seconds,
+            answer_times=dict(self._answer_times),
             failed=dict(self._failed),
             refused=dict(self._refused),
             merged=dict(self._merged),
@@ -479,10 +482,9 @@ class TaskPool:
 
     def process_batch(self, tasks: Sequence[Task]) -> None:
         """Work on a batch from `next_batch` and answer every task in it. Raises only `DeviceLostError`."""
-        start = time.monotonic()
+        start, observer = time.monotonic(), self._observer
         try:
-            with self._observer.batch_span(self.name, tasks) if self._observer else nullcontext():
-                answers = self.process(tasks)
+            answers = self.process(tasks) if observer is None else self._process_observed(tasks, observer)
             if len(answers) != len(tasks):
                 raise errors.ExpertError(f"pool {self.name!r} got {len(answers)} answers for {len(tasks)} tasks")
         except BaseException as error:  # a fault of the process, not of a task, but every waiter needs an answer
@@ -490,6 +492,23 @@ class TaskPool:
         self._finish_tasks(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
         if isinstance(answers[0], errors.DeviceLostError):
             raise answers[0]
+
+    def _process_observed(self, tasks: Sequence[Task], observer: WorkObserver) -> Sequence[Answer]:
+        answers: Sequence[Answer] = []
+        failure: BaseException | None = None
+        try:
+            with observer.batch_span(self.name, tasks):
+                answers = self.process(tasks)
+                failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+                if failure is not None:  # so that the span ends with the error
+                    raise failure
+        except BaseException as error:
+            if error is not failure:
+                raise
+        for task, answer in zip(tasks, answers, strict=False):
+            if isinstance(answer, BaseException):
+                observer.task_failed(self.name, task, answer)
+        return answers
 
     def run_batch(self) -> bool:
         """Take the next batch and process it. Returns whether there was one, and holds no task afterwards."""

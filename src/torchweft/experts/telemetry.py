@@ -5,8 +5,8 @@ one moment that never change and hold no tensor.
 
     client     | network thread          | runtime thread
     trace ─────┼─> receive ──────────────┼─> queue (arrival to now) ─> batch ── step within it
-      traceparent, in the metadata of    |     one for each task         one for all of them, which links
-      the connection: its trace, or none |                               to every task that it joined
+      traceparent, in the header of the  |     one for each task         one for all of them, which links
+      call: its trace, or none           |                               to every task that it joined
 
 ``Server(..., observer=...)`` opens the spans, with names such as ``torchweft.queue``. ``GrpcTransport(...,
 trace=observer.current)`` propagates the trace, a W3C ``traceparent``. opentelemetry-api is optional.
@@ -54,6 +54,8 @@ class SpanObserver(Protocol):
 @runtime_checkable
 class WorkObserver(Protocol):
     def batch_span(self, pool: str, tasks: Sequence[Task]) -> AbstractContextManager[object]: ...
+
+    def task_failed(self, pool: str, task: Task, error: BaseException) -> None: ...
 
     def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
         """``step``: the number of steps after this one."""
@@ -131,6 +133,7 @@ class OpenTelemetryObserver:
 class PoolStatistics:
     """One pool. ``merged``: batches by the number of their tasks, rounded up to a power of two.
 
+    ``answer_times``: answered tasks by seconds from arrival to answer, rounded up to 1 ms times a power of two.
     ``waited``: total seconds that batches which could have begun waited for more tasks. ``answer_seconds``: total time
     of answered tasks from arrival to answer. Ages are seconds, too.
     """
@@ -139,6 +142,7 @@ class PoolStatistics:
     submitted: int
     answered: int
     answer_seconds: float
+    answer_times: Mapping[float, int]
     failed: Mapping[str, int]
     refused: Mapping[str, int]
     cancelled: int
@@ -176,7 +180,6 @@ class BackendStatistics:
     kept_graphs: int
     kept_graph_bytes: int
     used_graphs: int
-    journal_failures: int
     buffer_bytes: int
     idempotency: IdempotencyStatistics
     pools: Mapping[str, PoolStatistics]

@@ -42,6 +42,6 @@ def test_every_call_ends_by_its_deadline(found: Trained) -> None:
 
 
 def test_no_key_is_applied_twice_and_every_step_has_one(found: Trained) -> None:
-    assert found.steps == found.journalled > 0
-    assert found.keys >= found.journalled and found.twice == 0
+    assert found.steps == found.batches > 0
+    assert found.keys >= found.batches and found.twice == 0
     assert found.keys <= found.calls.kinds["backward"] * 4

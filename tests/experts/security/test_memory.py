@@ -194,11 +194,45 @@ def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest
     wait_until(lambda: budget_of(server).held == 0)
 
 
+@pytest.mark.parametrize("path", [INFO, REFLECTION, STREAM])
+def test_open_calls_of_one_client_leave_room_to_others(path: str) -> None:
+    """A client that opens calls and sends no byte cannot take the memory that other clients' streams need."""
+    options = ServerOptions(total_bytes=8 * MESSAGE_BYTES)
+    access = Access([Grant("*"), Grant("trainer")], {"s3cret": "trainer"})
+    with (
+        Server([fussy_backend()], options=options, access=access) as server,
+        RawHttp2(server.address) as eve,
+        RawHttp2(server.address) as other,
+    ):
+        calls = [eve.open(path) for _ in range(9)]
+        assert eve.status(calls[8]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        assert budget_of(server).streams == 6 * MESSAGE_BYTES  # three quarters
+        assert other.answered(other.open(STREAM, metadata=ADMITTED))[":status"] == "200"
+        with RemoteExpert("fussy", server.address, token="s3cret") as remote:
+            assert remote(rows(2, 0)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("path", [INFO, REFLECTION])
+def test_short_call_without_a_message_is_ended(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchweft.experts.server.grpc_server._REQUEST_SECONDS", 0.05)
+    with Server([fussy_backend()]) as server, RawHttp2(server.address) as eve:
+        assert eve.status(eve.open(path)) == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        wait_until(lambda: budget_of(server).streams == 0)
+
+
+def test_short_calls_of_one_client_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchweft.experts.server.grpc_server._CLIENT_REQUESTS", 2)
+    with Server([fussy_backend()]) as server, RawHttp2(server.address) as eve:
+        calls = [eve.open(INFO), eve.open(REFLECTION), eve.open(INFO)]
+        assert eve.status(calls[2]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+
+
 def test_stream_beyond_the_budget_is_rejected() -> None:
     options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + 1000, limits=Limits(frame_bytes=MESSAGE_BYTES))
+    access = Access([Grant("*")], {"s3cret": "trainer"})
     with (
-        Server([fussy_backend()], options=options) as server,
-        raw_stream(server.address) as one,
+        Server([fussy_backend()], options=options, access=access) as server,
+        raw_stream(server.address, ADMITTED) as one,
         raw_stream(server.address) as two,
     ):
         for stream in (one, two):

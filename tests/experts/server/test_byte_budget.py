@@ -12,12 +12,15 @@ from tests.experts.server.server_cases import budget_of
 from tests.experts.server.test_grpc_server import forward
 from torchweft.experts.client import GrpcTransport, RemoteExpert
 from torchweft.experts.errors import OverloadError
-from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.server import Access, Grant, Role, Server, ServerOptions
 from torchweft.experts.server.server_stream import ByteBudget
 from torchweft.experts.wire import Kind
 from torchweft.experts.wire.frame import MESSAGE_BYTES
 
 BYTES = rows(2, 0).nbytes
+# Two clients, because one takes at most three quarters of the bytes.
+TWO = Access([Grant(role=Role.TRAIN)], {"one-token": "one", "two-token": "two"})
+ONE = [("authorization", "Bearer one-token")]
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
@@ -39,8 +42,12 @@ def test_budget_is_kept_unless_one_call_alone_is_larger(sizes: list[int], most: 
 def test_call_beyond_the_budget_is_refused_until_others_end() -> None:
     gate, backend = blocking_expert()
     options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + 3 * BYTES)
-    with Server([backend, fussy_backend()], options=options) as server, GrpcTransport(server.address) as other, gate:
-        with raw_stream(server.address) as stream:
+    with (
+        Server([backend, fussy_backend()], options=options, access=TWO) as server,
+        GrpcTransport(server.address, token="two-token") as other,
+        gate,
+    ):
+        with raw_stream(server.address, ONE) as stream:
             stream.send(*[forward(number, rows(2, 0), "gate") for number in (1, 2, 3)])
             wait_until(lambda: budget_of(server).held == 3 * BYTES)
             error = other.submit(forward(0), PATIENCE).exception(PATIENCE)
@@ -68,9 +75,9 @@ def test_client_retries_until_there_is_room() -> None:
     gate, backend = blocking_expert()
     options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + BYTES)
     with (
-        Server([backend, fussy_backend()], options=options) as server,
-        raw_stream(server.address) as stream,
-        RemoteExpert("fussy", server.address) as remote,
+        Server([backend, fussy_backend()], options=options, access=TWO) as server,
+        raw_stream(server.address, ONE) as stream,
+        RemoteExpert("fussy", server.address, token="two-token") as remote,
         gate,
     ):
         remote.describe()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experts.concurrency import wait_until
+from tests.experts.concurrency import FakeClock, wait_until
 from tests.experts.server.server_cases import access_of, backend_of
 from tests.processes import SOURCE, python
 from torchweft.cli import main
@@ -21,12 +21,11 @@ from torchweft.core.errors import UsageError
 from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import RemoteExpert, Retry
 from torchweft.experts.client.status import status
-from torchweft.experts.errors import ClosedError, RemoteError
+from torchweft.experts.errors import RemoteError
 from torchweft.experts.gradients import AccumulationOptions
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
-from torchweft.experts.journal import Entry, journal_lines, read_journal
-from torchweft.experts.server import Role
+from torchweft.experts.server import Role, command
 from torchweft.experts.server.command import serve
 from torchweft.experts.server.config import build, parse_expert, read_config
 
@@ -68,32 +67,20 @@ def test_a_file_describes_a_server(tmp_path: Path) -> None:
     assert access_of(server).role("me", "x") is Role.ADMIN and not access_of(server).admits("")
 
 
-def test_file_configures_journal_and_idempotency(tmp_path: Path) -> None:
+def test_file_configures_idempotency_and_sums() -> None:
     table = {
         **parse_expert("F=ffn:hidden=8"),
         "optimizer": "SGD",
         "idempotency": {"max_keys": 7, "max_age": 60},
         "mini_batches": {"mini_batches": 3, "max_client_mini_batches": 2, "orphan_seconds": 1},
-        "journal": {"folder": str(tmp_path / "a" / "log"), "max_file_bytes": 5000},
     }
-    with build({"address": "127.0.0.1:0", "experts": [table]}) as server:
-        backend = backend_of(server, "F")
-        assert backend.idempotency.options == IdempotencyOptions(max_keys=7, max_age=60.0)
-        assert backend.executor.mini_batches._options == AccumulationOptions(3, 2, orphan_seconds=1.0)
-        for _ in range(40):
-            backend.backward_pool.submit_task(torch.ones(2, 8), torch.ones(2, 8)).result(10)
-    files = sorted((tmp_path / "a" / "log").iterdir())
-    assert [file.name for file in files] == [f"%46.journal{number}" for number in ("", ".1", ".2", ".3")][: len(files)]
-    assert len(files) > 1 and all(file.stat().st_size <= 5000 for file in files)
-    assert [entry.step for entry in read_journal(journal_lines(files[0]))] == [*range(1, 41)]
-    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in (tmp_path / "a", tmp_path / "a" / "log"))
-    assert backend.journal is not None
-    with pytest.raises(ClosedError):
-        backend.journal.write(Entry("commit", 1, 0, "m", (), 1), [])
-    wrong = {"idempotency": {"keys": 1}, "mini_batches": {"seconds": "x"}, "journal": {"max_files": 2}}
+    backend = backend_of(build({"address": "127.0.0.1:0", "experts": [table]}), "F")
+    assert backend.idempotency.options == IdempotencyOptions(max_keys=7, max_age=60.0)
+    assert backend.executor.mini_batches._options == AccumulationOptions(3, 2, orphan_seconds=1.0)
+    wrong = {"idempotency": {"keys": 1}, "mini_batches": {"seconds": "x"}, "guards": {"finite": 2}}
     with pytest.raises(UsageError) as caught:
         build({"experts": [{**table, **wrong}]})
-    messages = ("idempotency has 'keys'", "mini_batches.seconds is 'x'", "journal has no folder")
+    messages = ("idempotency has 'keys'", "mini_batches.seconds is 'x'", "guards.finite is 2")
     assert all(f"experts[0].{word}" in str(caught.value) for word in messages), caught.value
 
 
@@ -225,3 +212,13 @@ def test_imports_of_the_optimizer_are_frozen() -> None:
     assert trained.stdout.split() == ["0", "True", "True", "True", "0"], trained.stderr
     served = python(_IMPORTS.replace("OPTIMIZER", ""))
     assert served.stdout.split() == ["0", "True", "False", "False", "0"], served.stderr
+
+
+@pytest.mark.parametrize(("lease", "warned"), [(5.0, False), (0.5, True)])
+def test_pause_longer_than_a_lease_allows_is_logged(
+    lease: float, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock().install(monkeypatch, "torchweft.experts.server.command")
+    monkeypatch.setattr(gc, "collect", lambda: setattr(clock, "now", clock.now + 0.3))
+    command._check_lease(lease)
+    assert ("set it to 0.6 or more" in caplog.text) == warned

@@ -19,7 +19,7 @@ from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.registry import ExpertFactory, register_expert
 from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.server.auth import Grant, Role
-from torchweft.experts.server.config import ExpertTable, JournalTable, PanelTable, ServeConfig, build
+from torchweft.experts.server.config import ExpertTable, PanelTable, ServeConfig, build
 
 EXPERT: dict[str, Any] = {"name": "a", "kind": "ffn", "arguments": {"hidden": 8}}
 GOOD: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [EXPERT]}
@@ -184,7 +184,7 @@ def test_entry_configures_optimizer_schedule_and_guards() -> None:
 def test_docs_list_every_name_of_the_configuration() -> None:
     text = (Path(__file__).parents[3] / "docs" / "experts.md").read_text("utf-8")
     _, _, table = text.partition("Contents of the file")
-    tables: list[Any] = [ServeConfig, ExpertTable, PanelTable, JournalTable]
+    tables: list[Any] = [ServeConfig, ExpertTable, PanelTable]
     names = {name for model in tables for name in model.model_fields}
     names |= {field.name for kind in (Guards, GraphBudget, ReplicaOptions, Grant) for field in fields(kind)}
     table = table.partition("\n## ")[0].replace("[", "`").replace("]", "`")

@@ -138,6 +138,17 @@ def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: Raw
     assert all(pool.waiting_tasks == 0 for pool in statistics.experts["fussy"].pools.values())
 
 
+@pytest.mark.parametrize("count", [1, 2, 300])
+def test_half_closed_stream_gets_every_answer(server: Server, stream: RawStream, count: int) -> None:
+    """A client that ends its side before an answer has left still gets one answer per call."""
+    stream.send(*[forward(number) for number in range(1, count + 1)])
+    stream.finish()
+    seen: list[int] = []
+    while len(seen) < count:
+        seen += [answer.header.call_id for answer in stream.receive()]
+    assert sorted(seen) == list(range(1, count + 1)) and stream.ended() is grpc.StatusCode.OK
+
+
 def test_info_is_a_unary_call_too(server: Server) -> None:
     ask = encode([Call(Header(kind=Kind.INFO, call_id=i, uid=uid)) for i, uid in ((1, "fussy"), (2, "no"))])
     with grpc.insecure_channel(server.address) as channel:

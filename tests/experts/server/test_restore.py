@@ -24,12 +24,12 @@ from torch.optim.lr_scheduler import (
 
 from tests.experts.crashing_disk import CrashingDisk
 from torchweft.core.errors import UsageError
-from torchweft.experts import ExpertBackend
+from torchweft.experts import ExpertBackend, TensorSpec
 from torchweft.experts.checkpoint import EncodedCheckpoint, FolderCheckpointStore
 from torchweft.experts.client.status import shown
-from torchweft.experts.errors import CheckpointError
+from torchweft.experts.errors import CheckpointError, FormatError
 from torchweft.experts.registry import make_expert
-from torchweft.experts.server import Server
+from torchweft.experts.server import Server, ServerOptions
 
 
 def expert(optimizer: Any = Adam, hidden: int = 4, name: str = "f", **more: Any) -> ExpertBackend:
@@ -251,3 +251,53 @@ def test_periodic_save_pauses_as_long_as_it_worked(tmp_path: Path, monkeypatch: 
     server = Server([expert(name=name) for name in ("a", "b")], checkpoints=Slow(tmp_path))
     assert server._save_all(pause=True) == 2 and pauses == [0.125, 0.125]
     assert server._save_all(pause=True) == 0 and pauses[2:] == [0.0, 0.0]  # without a step, nothing is written
+
+
+def test_newest_checkpoint_of_another_version_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older checkpoint would lose its steps, and later saves would delete the intact newest one."""
+    save_steps(tmp_path, 1, 2)
+    with monkeypatch.context() as newer:
+        newer.setattr("torchweft.experts.serialization._FORMAT", "torchweft-2")
+        FolderCheckpointStore(tmp_path, keep=9).save("f", expert().state_dict(), 3)
+    for _ in range(2):
+        store = FolderCheckpointStore(tmp_path, keep=1)
+        with pytest.raises(FormatError, match=r"newest checkpoint of expert 'f'.*format 'torchweft-2'.*move that file"):
+            store.load_newest("f")
+        with pytest.raises((FormatError, UsageError), match="format 'torchweft-2'"):
+            Server([expert()], checkpoints=store).start()
+        assert store.steps("f")[0] == 3 and len(store.steps("f")) > 1
+
+
+def test_full_disk_keeps_a_checkpoint_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = save_steps(tmp_path, 1)
+    with monkeypatch.context() as newer:
+        newer.setattr("torchweft.experts.serialization._FORMAT", "torchweft-2")
+        store.save("f", expert().state_dict(), 3)
+    names = store._names(tmp_path / "f")
+    assert names[0] not in store._dispensable("f", tmp_path / "f")
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "loses"),
+    [
+        (torch.float32, torch.float64, False),
+        (torch.float32, torch.bfloat16, True),
+        (torch.float16, torch.bfloat16, True),
+        (torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_change_of_dtype_is_noted_or_refused(saved: torch.dtype, own: torch.dtype, loses: bool, tmp_path: Path) -> None:
+    """Conversion without loss is noted, as for the learning rate. A loss must be asked for."""
+
+    def linear(dtype: torch.dtype) -> ExpertBackend:
+        return ExpertBackend("f", torch.nn.Linear(4, 4, dtype=dtype), SGD, args_schema=(TensorSpec((None, 4), dtype),))
+
+    store, before = FolderCheckpointStore(tmp_path), linear(saved)
+    with Server([before], checkpoints=store):
+        pass
+    if loses:
+        with pytest.raises(UsageError, match=r"would lose digits: 2 tensors.*weight.*lossy_restore"):
+            Server([linear(own)], checkpoints=store).start()
+    with Server([linear(own)], checkpoints=store, options=ServerOptions(lossy_restore=loses)) as server:
+        (note,) = server.statistics().keeping["f"].notes
+        assert str(saved).removeprefix("torch.") in note and str(own).removeprefix("torch.") in note

@@ -151,7 +151,6 @@ def test_check_accepts_and_creates_nothing(tmp_path: Path, capsys: pytest.Captur
         kind = "ffn"
         arguments = {{ hidden = 8 }}
         optimizer = "SGD"
-        journal = {{ folder = "{tmp_path}/log" }}
         """
     )
     code, text = run_serve(["--check", str(file)], capsys)
@@ -238,7 +237,6 @@ arguments = { hidden = 8, "odd key" = "quote \\" and \\u00e9", rate = 1e-7 }
 optimizer = "Adam"
 optimizer_arguments = { lr = 0.001, betas = [0.9, 0.99] }
 guards = { max_norm = 5.0 }
-journal = { folder = "log" }
 options = { max_batch_size = 64 }
 """
 

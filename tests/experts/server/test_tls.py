@@ -11,10 +11,11 @@ from cryptography.hazmat.primitives import serialization
 from tests.experts.certificates import Authority
 from tests.experts.expert_cases import fussy_backend, rows
 from torchweft.core.errors import UsageError
-from torchweft.experts.client import NEVER, ClientTls, RemoteExpert
+from torchweft.experts.client import NEVER, ClientTls, GrpcTransport, RemoteExpert
 from torchweft.experts.discovery.etcd import EtcdDirectory, EtcdTls
-from torchweft.experts.errors import UnreachableError
-from torchweft.experts.server import Server, ServerTls
+from torchweft.experts.errors import CertificateError, LostError, UnreachableError
+from torchweft.experts.server import Server, ServerOptions, ServerTls
+from torchweft.experts.wire.service import age_options
 
 LOCAL = "localhost:0"
 
@@ -130,3 +131,32 @@ def test_renewed_certificates_are_reloaded(
         for file in files:
             file.unlink()
         call(server, new.client("me"))
+
+
+def test_removed_authority_ends_open_connections(authority: Authority, tmp_path: Path) -> None:
+    """A connection has a greatest age. Until its certificate fails, a client notices nothing of a new connection."""
+    files = [tmp_path / name for name in ("key", "certificate", "authority")]
+    for file, pem in zip(files, (*authority.issue("server"), authority.pem), strict=True):
+        file.write_bytes(pem)
+    options = ServerOptions(connection_age_seconds=0.2)
+    with (
+        Server([fussy_backend()], address=LOCAL, tls=ServerTls(*files), options=options) as server,
+        GrpcTransport(server.address, tls=authority.client("me")) as transport,
+    ):
+        remote = RemoteExpert("fussy", transport, timeout=20.0)
+        calls = 0
+        while transport.statistics().streams < 4:
+            remote(rows(2, 0)).sum().backward()
+            calls += 1
+        assert remote.steps == calls
+        files[2].write_bytes(Authority("new").pem)
+        with pytest.raises((UnreachableError, LostError)):  # lost, if the connection ended during a call
+            while True:
+                remote(rows(2, 0))
+        with pytest.raises(CertificateError):
+            remote(rows(2, 0))
+
+
+def test_default_age_of_a_connection_is_an_hour() -> None:
+    options = dict(age_options(ServerOptions().connection_age_seconds))
+    assert options == {"grpc.max_connection_age_ms": 3_600_000, "grpc.max_connection_age_grace_ms": 30_000}

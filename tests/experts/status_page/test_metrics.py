@@ -36,7 +36,9 @@ def test_numbers_types_and_labels_are_those_of_the_status() -> None:
     assert seen["torchweft_expert_batches_total", "a", "backward"] == 3.0
     assert seen["torchweft_tasks_answered_total", "a", "forward"] == 3.0
     assert seen["torchweft_batch_rows_total", "a", "backward"] == 9.0
-    assert 0.0 < seen["torchweft_tasks_answer_seconds_total", "a", "backward"] < 60.0
+    assert 0.0 < seen["torchweft_tasks_answer_seconds_sum", "a", "backward"] < 60.0
+    times = [seen["torchweft_tasks_answer_seconds_bucket", "a", "backward", str((1 << n) / 1000)] for n in range(18)]
+    assert times == sorted(times) and times[-1] == seen["torchweft_tasks_answer_seconds_count", "a", "backward"] == 3.0
     assert seen["torchweft_calls_total", "BACKWARD"] == 3.0
     assert seen["torchweft_queue_oldest_age_seconds", "b", "forward"] == 0.0
     assert seen["torchweft_runtime_busy_seconds_total", "cpu"] > 0.0

@@ -46,7 +46,6 @@ from torchweft.experts.wire.service import (
     BEARER,
     STATUS,
     STREAM,
-    TRACEPARENT,
     client_options,
     read_status,
 )
@@ -136,7 +135,7 @@ class GrpcTransport(_BaseTransport):
         tls: certificates. None: no encryption.
         token: authenticates this client if certificates do not.
         limits: of a frame; those of the server apply as well.
-        trace: returns the traceparent of a new stream, such as ``current`` of a `weft.experts.telemetry.SpanObserver`.
+        trace: returns the traceparent of a call, such as ``current`` of a `weft.experts.telemetry.SpanObserver`.
 
     Raises ``UsageError`` for an invalid address or token, and for a token without TLS to another machine.
 
@@ -178,6 +177,8 @@ class GrpcTransport(_BaseTransport):
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         if os.getpid() != self._process:
             check_fork(self._name)
+        if self._trace is not None and (trace := self._trace()):
+            call = call._replace(header=call.header._replace(trace=trace))
         entry = self._pending.register(call, timeout)
         # Repeats only if the stream ends between `_current_stream` and `enqueue`.
         while not self._pending.closed:
@@ -213,9 +214,8 @@ class GrpcTransport(_BaseTransport):
         # Opening does not wait for the server, so the lock is held only briefly.
         with self._lock:
             if not self._streams or self._streams[0].is_gone:
-                trace = None if self._trace is None else self._trace()
-                metadata = self._metadata if trace is None else (*self._metadata, (TRACEPARENT, trace))
-                start = partial(self._threads.stream, self._channel.stream_stream(STREAM), metadata=metadata)
+                stream = self._channel.stream_stream(STREAM)
+                start = partial(self._threads.stream, stream, metadata=self._metadata)
                 self._streams[:] = [Stream(start, self._pending, self._limits, self._explain)]
                 self._opened += 1
             return self._streams[0]
@@ -397,6 +397,8 @@ def unreachable(
 def explain_failure(text: str, tls: ClientTls | None, end: str = "this client", option: str = "tls=") -> str:
     """gRPC's message for a failed connection with advice. ``tls`` is the ``option`` of ``end``."""
     lower = text.lower()
+    if "failed parsing http/2" in lower:
+        return f"{text}; is that a torchweft server? Another program, such as an HTTP server, answers at this port"
     if "hostname verification" in lower:
         return f"{text} Call it by a name (subjectAltName) of its certificate, or pass that as server_name= ({option})"
     if not any(words in lower for words in _HANDSHAKE_ENDED):

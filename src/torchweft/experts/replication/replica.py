@@ -192,6 +192,7 @@ class ReplicaState:
             return None
         # Only the copies are made under the lock. Serialization takes far longer, and would hold up every batch.
         try:
+            self._backend.check_weights()
             version = self.version
             state, keys = self._backend.state_dict(), self._backend.idempotency.snapshot()
         finally:

@@ -11,7 +11,6 @@ A connection is rejected as a whole if its token is unknown, or if its client ha
 
 import hmac
 import logging
-import re
 import threading
 import time
 from collections import Counter, deque
@@ -29,7 +28,7 @@ from torchweft.core.errors import escape
 from torchweft.core.validation import Validator, token_fault
 from torchweft.experts.errors import ForbiddenError
 from torchweft.experts.task import CallerStream
-from torchweft.experts.wire.service import AUTHORIZATION, BEARER, TRACEPARENT
+from torchweft.experts.wire.service import AUTHORIZATION, BEARER
 
 _LOG = logging.getLogger("torchweft.experts.audit")
 _AUDITED = 256  # remembered refusals
@@ -37,7 +36,6 @@ _NAME, _WHY = 128, 320  # longest name and reason in the log, in characters
 _BURST, _PER_SECOND = 20, 2.0  # lines of the log: at once, and afterwards
 _CACHED_ROLES = 4096
 _UNPROVEN, _PEER = "unproven:", "peer:"  # prefixes that proven names must not have
-_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 ANONYMOUS = "anonymous"  # Stands for the client of a call without a name
 
 
@@ -80,7 +78,6 @@ class Caller:
 
     name: str
     peer: str
-    trace: str = ""
     stream: CallerStream = field(default_factory=CallerStream, repr=False, compare=False)
 
     @cached_property  # read several times for each call
@@ -232,8 +229,6 @@ def authenticate(
 ) -> Caller:
     """The caller of a connection, from the authentication data of gRPC. Raises ``ForbiddenError``."""
     fields = dict(metadata or ())
-    trace = str(fields.get(TRACEPARENT, ""))
-    trace = trace if _TRACEPARENT.fullmatch(trace) else ""
     # gRPC lists the common name only of a client certificate that it has verified.
     names = tls.get("x509_common_name") or tls.get(b"x509_common_name") or ()
     name = next((name.decode("utf-8", "replace") for name in names), "")
@@ -243,7 +238,7 @@ def authenticate(
         name = access.find_client(word.removeprefix(BEARER)) if word.startswith(BEARER) else None
         if name is None:
             raise ForbiddenError(f"the token in the metadata {AUTHORIZATION!r} is not known here")
-    caller = Caller(name, peer, trace)
+    caller = Caller(name, peer)
     if fault := _reserved_name_fault(caller.name):
         raise ForbiddenError(f"the name in the certificate of client {caller.name!r} cannot be used here: {fault}")
     if not access.admits(caller.name):

@@ -118,6 +118,8 @@ def serve(config: Mapping[str, Any], *, log_level: str = "info") -> None:
         try:
             server.start()
             stop.finish_start()
+            if table.directory is not None:
+                _check_lease(table.options.lease_seconds)
             # Without this, a full collection would stop all threads for 0.2 s to visit the permanent objects of torch.
             gc.freeze()
             count = len(server.experts)
@@ -137,6 +139,18 @@ def serve(config: Mapping[str, Any], *, log_level: str = "info") -> None:
                 raise ExpertError("a module did not end in time; what it worked on was not answered")
         finally:
             server.shutdown()
+
+
+def _check_lease(seconds: float) -> None:
+    # A full collection is the longest regular pause of all threads. It is made here, before the objects are frozen.
+    begin = time.monotonic()
+    gc.collect()
+    pause = time.monotonic() - begin
+    _LOG.debug("a full garbage collection paused all threads for %.2f s", pause)
+    if pause > seconds / 2:
+        words = "a full garbage collection paused all threads for %.2f s, and lease_seconds is %g: a lease is safe for "
+        words += "pauses up to half of it, so set it to %.1f or more in all servers"
+        _LOG.warning(words, pause, seconds, 2 * pause)
 
 
 def _log_end(begin: float) -> None:

@@ -18,7 +18,7 @@ import re
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from importlib import import_module
@@ -44,13 +44,12 @@ from torch.optim import Optimizer, lr_scheduler
 from torchweft.core.errors import UsageError, WeftError, split_faults
 from torchweft.core.validation import Validator, suggest
 from torchweft.experts.address import address_fault, is_loopback, parse_address, probe_address
-from torchweft.experts.checkpoint import FolderCheckpointStore, folder_name
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.discovery.etcd import EtcdTls, open_directory
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.gradients import AccumulationOptions, Guards
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
-from torchweft.experts.journal import Journal
 from torchweft.experts.registry import make_expert
 from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.server.auth import OPEN, Access, Grant, Role
@@ -100,22 +99,6 @@ class _DataclassTable:
 _FILE_TYPES[ClientTls | None] = Annotated[ClientTls, _DataclassTable(ClientTls)]
 
 
-class JournalTable(_Table):
-    """Journals of the experts of an entry, one file each in ``folder``, which is created if it is missing."""
-
-    folder: _Text
-    max_file_bytes: int = 64 << 20
-    max_files: int = 4
-
-    def open_journal(self, name: str) -> Journal:
-        folder = Path(self.folder)
-        # Not `mkdir(parents=True)`, which ignores the mode for the parents.
-        for part in (*reversed(folder.parents), folder):
-            part.mkdir(0o700, exist_ok=True)
-        path = folder / f"{folder_name(name)}.journal"
-        return Journal(path, max_file_bytes=self.max_file_bytes, max_files=self.max_files)
-
-
 class ExpertTable(_Table):
     """An entry of ``[[experts]]``: one expert, or ``count`` of them."""
 
@@ -133,7 +116,6 @@ class ExpertTable(_Table):
     keep_graphs: Annotated[GraphBudget, _DataclassTable(GraphBudget)] | None = None
     idempotency: Annotated[IdempotencyOptions, _DataclassTable(IdempotencyOptions)] | None = None
     mini_batches: Annotated[AccumulationOptions, _DataclassTable(AccumulationOptions)] | None = None
-    journal: JournalTable | None = None
 
     @model_validator(mode="after")
     def _check_relations(self) -> "ExpertTable":
@@ -168,11 +150,7 @@ class ExpertTable(_Table):
         ) is not None:
             more["schedule"] = schedule
         expert = make_expert(self.kind, **self.arguments)
-        with ExitStack() as opened:
-            journal = None if self.journal is None else opened.enter_context(closing(self.journal.open_journal(name)))
-            backend = expert.backend(name, optimizer, journal=journal, **more)
-            opened.pop_all()
-            return backend
+        return expert.backend(name, optimizer, **more)
 
 
 class PanelTable(_Table):
@@ -243,7 +221,7 @@ class ServeConfig(_Table):
                 parts["access"] = _try_make(check, "tokens", partial(Access, grants, self.tokens))
                 if self.panel is not None:
                     parts["panel"] = _try_make(check, "panel", self.panel.read_options)
-                experts = self._make_experts(check, opened)
+                experts = self._make_experts(check)
                 if self.directory is not None:
                     to_open = partial(open_directory, self.directory, tls=self.directory_tls)
                     parts["directory"] = directory = _try_make(check, "directory", to_open)
@@ -262,9 +240,7 @@ class ServeConfig(_Table):
 
         Makes the experts and reads all certificates. Creates no folder, writes no file, and leaves no port open.
         """
-        # Without journals and checkpoints, because making them creates their folders.
-        experts = [entry.model_copy(update={"journal": None}) for entry in self.experts]
-        dry_run = self.model_copy(update={"checkpoints": None, "experts": experts})
+        dry_run = self.model_copy(update={"checkpoints": None})  # because making them creates their folder
         names: list[str] = []
         with Validator(_TITLE) as check:
             try:
@@ -282,12 +258,9 @@ class ServeConfig(_Table):
             if self.panel is not None:
                 _try_make(check, "panel", partial(probe_address, self.panel.address))
             check.add(*([] if self.checkpoints is None else _folder_faults("checkpoints", self.checkpoints)))
-            for number, entry in enumerate(self.experts):
-                if entry.journal is not None:
-                    check.add(*_folder_faults(f"experts[{number}].journal.folder", entry.journal.folder))
         return names
 
-    def _make_experts(self, check: Validator, opened: ExitStack) -> list[ExpertBackend]:
+    def _make_experts(self, check: Validator) -> list[ExpertBackend]:
         """The experts of all entries. Of an entry only the first fault is listed: its experts share them."""
         backends: list[ExpertBackend] = []
         seen: set[str] = set()
@@ -302,8 +275,6 @@ class ServeConfig(_Table):
                 if backend is None:
                     break
                 backends.append(backend)
-                if backend.journal is not None:
-                    opened.callback(backend.journal.close)
         return backends
 
 

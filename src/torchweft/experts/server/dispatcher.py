@@ -9,15 +9,20 @@ carries the deadline of its call. `ObservedDispatcher` adds spans (their names b
 
     dispatch ── receive ──> future, and the trace it belongs to ──┐
     batch of tasks, whose waiters are such futures <──────────────┘ ── queue (each task) ── batch ── step
+                                                                            failure (each failed task)
+
+An error passes through the span of the work that failed, as observers expect: ``receive`` if the call was refused, else
+``batch``, and a ``failure`` in the trace of each task that failed.
 """
 
+import re
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
 from torch import Tensor
@@ -34,6 +39,7 @@ from torchweft.experts.wire.service import read_receipt
 # Receives the one answer of a call. It can be called in any thread, and must neither raise nor block.
 Reply = Callable[[Call], None]
 
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ROLES = {
     Kind.INFO: Role.FORWARD,
     Kind.FORWARD: Role.FORWARD,
@@ -242,12 +248,12 @@ class ObservedDispatcher(RequestDispatcher):
         for hosted in self.experts().values():
             hosted.backend.observe(None)
 
-    def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+    def _dispatch_checked(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         attributes = {"torchweft.expert": call.header.uid, "torchweft.direction": call.header.kind.name.lower()}
         attributes["torchweft.client"] = caller.name or call.header.client
-        parents = (caller.trace,) if caller.trace else ()
+        parents = (call.header.trace,) if _TRACEPARENT.fullmatch(call.header.trace) else ()
         with self._traces_lock, self._observer.span("torchweft.receive", attributes, parents=parents):
-            future = super().dispatch(call, caller, reply)
+            future = super()._dispatch_checked(call, caller, reply)
             trace = self._observer.current()
             if future is not None and trace is not None and not future.done():
                 self._traces[future] = trace
@@ -272,3 +278,11 @@ class ObservedDispatcher(RequestDispatcher):
         parents = [trace for known in traces for trace in known]
         with self._observer.span("torchweft.batch", {**attributes, **size}, parents=parents):
             yield
+
+    def task_failed(self, pool: str, task: Task, error: BaseException) -> None:
+        expert, _, direction = pool.rpartition(".")
+        attributes = {"torchweft.expert": expert, "torchweft.direction": direction}
+        with self._traces_lock:
+            parents = [self._traces[waiter] for waiter in task.waiters if waiter in self._traces]
+        with suppress(BaseException), self._observer.span("torchweft.failure", attributes, parents=parents):
+            raise error

@@ -8,6 +8,8 @@
     grpc.reflection.v1alpha.ServerReflection    as published, for admitted clients
     grpc.health.v1.Health                       Check alone, for everybody; of the whole server; reads no message
 
+Calls of Info, Status and reflection are short: a message must arrive within 10 s, and each client has a few at a time.
+
 For gRPC every method is a stream, also those that clients call as unary: gRPC reads a unary request completely before
 it calls the handler. With streams, it holds only the headers of unknown callers, and of a client no more than the
 budget has room for.
@@ -42,7 +44,7 @@ from torchweft.experts.server.server_stream import ByteBudget, ServerStream
 from torchweft.experts.tls import ServerTls
 from torchweft.experts.wire import Call, Frame, Header, Kind, Received, decode, encode
 from torchweft.experts.wire.frame import MESSAGE_BYTES
-from torchweft.experts.wire.service import FRAME_BYTES, PROTO, SERVICE, server_options, write_status
+from torchweft.experts.wire.service import FRAME_BYTES, PROTO, SERVICE, age_options, server_options, write_status
 
 _aio = cast("Any", aio)
 _grpc = cast("Any", grpc)
@@ -51,6 +53,10 @@ _reflection, _reflection_pb2 = cast("Any", reflection), cast("Any", reflection_p
 _HEALTH = cast("Any", health).SERVICE_NAME
 # Health checks that can run at a time, in all and for one host: a client that does not read its answer keeps one open.
 _CHECKS, _HOST_CHECKS = 32, 8
+# Calls of Info, Status and reflection that one client can have open, and the seconds for each message of a request. An
+# open call holds the bytes of a stream. Without these limits, one client could keep out others without sending a byte.
+_CLIENT_REQUESTS = 64
+_REQUEST_SECONDS = 10.0
 _ROOM_SECONDS = 5.0  # that a frame in parts waits for room
 _PART_SECONDS = 30.0  # for its next part
 _START_SECONDS = 30.0  # for the start of listening
@@ -117,6 +123,7 @@ class GrpcServer:
         self._loop = asyncio.get_running_loop()
         try:
             options = server_options(self._options.limits, _max_connections(self._options.connections))
+            options += age_options(self._options.connection_age_seconds)
             server: Any = _aio.server(options=options)
             server.add_generic_rpc_handlers(tuple(self.handlers.tables()))
             port = _listen(server, self._address, self._tls)
@@ -127,12 +134,14 @@ class GrpcServer:
         listening.set_result(port)
         await self._stopping.wait()
         connections = self.handlers.connections
-        for connection in connections:
-            connection.finish()
         while connections and time.monotonic() < self._deadline:
+            for connection in connections:  # every time, because clients open new ones until the port is closed
+                connection.finish()
             await asyncio.sleep(0.005)
         with suppress(TimeoutError):
-            await asyncio.wait_for(server.stop(0), _STOP_SECONDS)
+            # With a grace, clients get a GOAWAY without an error. For one with an error, gRPC prints a line on the
+            # client's stderr. Only calls that are still open make it wait.
+            await asyncio.wait_for(server.stop(_STOP_SECONDS / 4), _STOP_SECONDS)
         # gRPC ends calls in tasks of its own, which must not be destroyed with the loop.
         if ending := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(ending, timeout=_STOP_SECONDS)
@@ -154,6 +163,7 @@ class GrpcHandlers:
         self._accepted = self._turned_away = self._broken = 0
         self._dispatcher, self._options, self._status = dispatcher, options, status
         self._checks: list[str] = []  # hosts whose health checks are running
+        self._requests: list[str] = []  # clients whose short calls are running
         names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
         self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
 
@@ -206,10 +216,14 @@ class GrpcHandlers:
         finally:
             self._checks.remove(host)
 
-    async def _reflect(self, requests: Any, context: Any) -> AsyncGenerator[Any]:
-        async with self._admit_caller(context, "reflection"):
-            async for answer in self._reflection.ServerReflectionInfo(requests, context):
-                yield answer
+    async def _reflect(self, _: Any, context: Any) -> None:
+        async def requests() -> AsyncGenerator[Any]:
+            while (message := await _next_request(context)) is not None:
+                yield message
+
+        async with self._admit_request(context, "reflection"):
+            async for answer in self._reflection.ServerReflectionInfo(requests(), context):
+                await context.write(answer)
 
     async def _serve_stream(self, _: Any, context: Any) -> None:
         async with self._admit_caller(context, "stream") as caller:
@@ -285,10 +299,10 @@ class GrpcHandlers:
             self.budget.release(size, client)
 
     async def _answer_info(self, _: Any, context: Any) -> None:
-        async with self._admit_caller(context, "info") as caller:
+        async with self._admit_request(context, "info") as caller:
             answers, limits = list[Call](), self._options.limits
             try:
-                for call in decode(await _next_message(context) or b"", limits):
+                for call in decode(await _next_request(context) or b"", limits):
                     if call.header.kind is Kind.INFO:
                         self._dispatcher.dispatch(call, caller, answers.append)
                     else:
@@ -300,7 +314,7 @@ class GrpcHandlers:
             await context.write(frame)
 
     async def _send_status(self, _: Any, context: Any) -> None:
-        async with self._admit_caller(context, "status") as caller:
+        async with self._admit_request(context, "status") as caller:
             try:
                 self._dispatcher.check_role(caller, "", Role.ADMIN, "the server's status", "STATUS")
             except errors.ForbiddenError as error:
@@ -335,14 +349,31 @@ class GrpcHandlers:
             await context.abort(_grpc.StatusCode.UNAUTHENTICATED, str(error))
             raise
         try:
-            self.budget.add_stream(MESSAGE_BYTES)
-        except errors.OverloadError as error:
+            self.budget.add_stream(MESSAGE_BYTES, caller.principal)
+        except (errors.OverloadError, errors.QuotaError) as error:
             await self._turn_away(context, str(error))
             raise
         try:
             yield caller
         finally:
-            self.budget.remove_stream(MESSAGE_BYTES)
+            self.budget.remove_stream(MESSAGE_BYTES, caller.principal)
+
+    @asynccontextmanager
+    async def _admit_request(self, context: Any, what: str) -> AsyncGenerator[Caller]:
+        # An answer that the client does not read has no time limit, because gRPC cannot end a call during a write. The
+        # number of such calls is limited.
+        async with self._admit_caller(context, what) as caller:
+            if self._requests.count(caller.principal) >= _CLIENT_REQUESTS:
+                text = f"client {caller.principal!r} has {_CLIENT_REQUESTS} calls of this kind open, the most for one"
+                await self._turn_away(context, f"{text}; end some of them first")
+            self._requests.append(caller.principal)
+            try:
+                yield caller
+            except TimeoutError:
+                text = f"no message of this call of {what} arrived for {_REQUEST_SECONDS:g} s"
+                await context.abort(_grpc.StatusCode.DEADLINE_EXCEEDED, text)
+            finally:
+                self._requests.remove(caller.principal)
 
     async def _turn_away(self, context: Any, why: str) -> None:
         self._turned_away += 1
@@ -357,9 +388,14 @@ class _Loop(asyncio.SelectorEventLoop):
             return super().call_soon_threadsafe(*args, **options)
 
 
-async def _next_message(context: Any) -> bytes | None:
+async def _next_message(context: Any) -> Any:
     message = await context.read()
     return None if message is _aio.EOF else message
+
+
+async def _next_request(context: Any) -> Any:
+    async with asyncio.timeout(_REQUEST_SECONDS):
+        return await _next_message(context)
 
 
 def _listen(server: Any, address: str, tls: ServerTls | None) -> int:

@@ -27,7 +27,8 @@ from torchweft.experts.discovery import Lease
 from torchweft.experts.errors import ExpertError
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.replication import Replica
-from torchweft.experts.wire import LIMITS, Header, Kind, Limits
+from torchweft.experts.server.options import ServerOptions
+from torchweft.experts.wire import Header, Kind, Limits
 from torchweft.experts.wire.service import StepReceipt, describe, read_description, read_receipt
 
 _LOG = logging.getLogger("torchweft.experts.checkpoints")
@@ -36,7 +37,7 @@ _KEYS, _TOKEN = "records", "token"
 
 
 class HostedExpert:
-    """A backend and its storage (None: it is not saved). ``incarnation``: of the server. ``limits``: of frames."""
+    """A backend and its storage (None: it is not saved). ``incarnation``: of the server."""
 
     # ``until`` makes it a replica: the time until which a lease lasts, see `weft.experts.replication.Leadership`.
     def __init__(
@@ -45,20 +46,22 @@ class HostedExpert:
         store: CheckpointStore | None,
         incarnation: int,
         until: Callable[[Lease], float] | None = None,
-        limits: Limits = LIMITS,
+        options: ServerOptions | None = None,
     ) -> None:
+        options = options or ServerOptions()
         self.backend = backend
         self.durable: int | None = None
         self.restored: int | None = None
         self.failure: str | None = None  # checkpoints that the restore skipped
-        self.notes: tuple[str, ...] = ()  # hyperparameters that the restore changed
+        self.notes: tuple[str, ...] = ()  # hyperparameters and dtypes that the restore changed
+        self._lossy = options.lossy_restore
         self._store, self._incarnation = store, incarnation
         self._saving = threading.Lock()
         self._folder_lock: CheckpointLock | None = None  # held from the restore to the end
         self.replica = None
         if until is not None:
             self.replica = Replica(backend, until, save=self.save, store=store, loaded=self._forget_durable)
-        _check_callable(backend.name, self.describe(), limits)
+        _check_callable(backend.name, self.describe(), options.limits)
 
     @property
     def incarnation(self) -> int:
@@ -96,7 +99,7 @@ class HostedExpert:
         configured = read_hyperparameters(self.backend)
         try:
             extra: dict[str, Any] = {} if found.extra is None else found.extra  # None: saved by hand, without keys
-            self.backend.load_state_dict(found.state)
+            casts = self.backend.load_state_dict(found.state, lossy=self._lossy)
             if _KEYS in extra:
                 self.backend.idempotency.load_state_dict(extra[_KEYS])
             token: int = extra.get(_TOKEN, 0)
@@ -109,7 +112,7 @@ class HostedExpert:
         if found.skipped:
             self.failure = join_faults(f"at step {found.step}, as newer checkpoints cannot be read:", found.skipped)
             _LOG.warning("restore of expert %r: %s", self.backend.name, escape(self.failure))
-        self.notes = tuple(describe_changes(configured, read_hyperparameters(self.backend)))
+        self.notes = (*casts, *describe_changes(configured, read_hyperparameters(self.backend)))
         for note in self.notes:
             _LOG.warning("expert %r: %s", self.backend.name, escape(note))
         if self.replica is not None:
@@ -126,6 +129,7 @@ class HostedExpert:
                 return False
             begin = time.monotonic()
             with _acquire(self.backend.executor.lock, max_wait, uid):
+                self.backend.check_weights()
                 # `snapshot` defers the conversion of the keys, so that batches wait as short as possible.
                 state, keys = self.backend.state_dict(), self.backend.idempotency.snapshot()
                 token = 0 if self.replica is None else self.replica.version.token

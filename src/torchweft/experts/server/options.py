@@ -33,10 +33,13 @@ class ServerOptions:
     total_bytes: memory of all streams: 512 KiB for each, incomplete frames, and tensors of requests whose answers have
         not left. A call beyond it gets ``OverloadError`` before it is decoded, and a stream beyond it is rejected.
         Calls of one client can take three quarters, and get ``QuotaError`` beyond that.
+    connection_age_seconds: how long a connection can last before its client must connect again, and its certificate
+        is checked again. Calls under way then have 30 s more.
     longest_seconds: the largest deadline of a call, and the deadline of a call without one.
     lease_seconds: how long the directory lists a server that does not renew. It renews three times as often.
     checkpoint_seconds: between two rounds of saving the experts that have stepped.
     drain_seconds: how long accepted work can take when the server ends. After that it fails.
+    lossy_restore: load a checkpoint into a module of a dtype with fewer digits, such as float32 into bfloat16.
 
     Example:
         >>> from torchweft.experts.server import ServerOptions
@@ -48,14 +51,17 @@ class ServerOptions:
     connection_calls: int = 1024
     connection_bytes: int = 256 << 20
     total_bytes: int = 4 << 30
+    connection_age_seconds: float = 3600.0
     longest_seconds: float = 600.0
     lease_seconds: float = 5.0
     checkpoint_seconds: float = 30.0
     drain_seconds: float = 2.5
+    lossy_restore: bool = False
 
     def __post_init__(self) -> None:
         with Validator("invalid server options") as check:
-            for name in [field.name for field in fields(self) if field.name != "limits"]:
+            check.boolean("lossy_restore", self.lossy_restore)
+            for name in [field.name for field in fields(self) if field.name not in ("limits", "lossy_restore")]:
                 (check.seconds if name.endswith("_seconds") else check.count)(name, getattr(self, name))
 
     @property

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -24,7 +25,7 @@ from torch import nn
 from torchweft.core.errors import UsageError, WeftError, escape
 from torchweft.core.validation import MAX_SECONDS, Validator
 from torchweft.experts.address import is_loopback, parse_address
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import CheckpointStore, FolderCheckpointStore
 from torchweft.experts.discovery import Directory
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.fork_guard import ForkGuard
@@ -65,7 +66,17 @@ class _RunState:
         self.running, self.ended, self.started_at = False, True, None
 
 
-class Server:
+class _ServerType(type):
+    def __getattr__(cls, name: str) -> Any:
+        hint = ""
+        if name == "create":
+            hint = (
+                "; in place of hivemind's Server.create, write Server([ExpertBackend(...), ...]) or `torchweft serve`"
+            )
+        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}{hint}", name=name, obj=cls)
+
+
+class Server(metaclass=_ServerType):
     """Serves experts over gRPC. A context manager; or call `start` and `shutdown`.
 
     Args:
@@ -75,7 +86,7 @@ class Server:
         access: roles of clients, see `Access`. By default every client that can connect can do everything.
         tls: certificates. Without them nothing is encrypted.
         directory: where the experts are listed.
-        checkpoints: where experts are saved, and restored from at the start, e.g. a `FolderCheckpointStore`.
+        checkpoints: a folder or a `CheckpointStore`, where experts are saved, and restored from at the start.
         replicas: the experts that other servers of the directory have, too. One server owns each and steps it.
         panel: host and port of a status page with metrics. Beyond loopback it takes `PanelOptions` with a token.
         observer: receives spans of calls, queues, batches and steps, see `weft.experts.telemetry`.
@@ -99,7 +110,7 @@ class Server:
         access: Access | None = None,
         tls: ServerTls | None = None,
         directory: Directory | None = None,
-        checkpoints: CheckpointStore | None = None,
+        checkpoints: CheckpointStore | str | Path | None = None,
         options: ServerOptions | None = None,
         replicas: ReplicaOptions | None = None,
         panel: PanelOptions | str | None = None,
@@ -109,7 +120,11 @@ class Server:
         with Validator("invalid arguments of a server") as check:
             backends = _list_backends(check, experts)
             check.add(*listen_faults(address, advertise, directory is not None))
-        self._advertise, self._store = advertise, checkpoints
+            if not isinstance(checkpoints, str | Path):
+                wanted = "a folder, or a CheckpointStore such as FolderCheckpointStore(folder)"
+                check.instance("checkpoints", checkpoints, CheckpointStore, wanted, optional=True)
+        store = FolderCheckpointStore(checkpoints) if isinstance(checkpoints, str | Path) else checkpoints
+        self._advertise, self._store = advertise, store
         self.audit = Audit()
         allowed = access, self.audit, self.options.longest_seconds
         self._dispatcher = ObservedDispatcher(observer, *allowed) if observer else RequestDispatcher(*allowed)
@@ -273,6 +288,7 @@ class Server:
         failures = self._background.failures()
         failures |= {f"runtime {name}": why for name, why in self._runtimes.failures().items()}
         failures |= {f"restore of {uid}": one.failure for uid, one in hosted.items() if one.failure is not None}
+        failures |= {f"weights of {uid}": fault for uid, one in hosted.items() if (fault := one.backend.fault)}
         started_at = self._state.started_at
         return ServerStatistics(
             address=self._grpc_server.address,
@@ -316,7 +332,7 @@ class Server:
 
     def _host_expert(self, backend: ExpertBackend) -> HostedExpert:
         until = self._replication.until if self._replication.covers(backend.name) else None
-        hosted = HostedExpert(backend, self._store, self._dispatcher.incarnation, until, self.options.limits)
+        hosted = HostedExpert(backend, self._store, self._dispatcher.incarnation, until, self.options)
         if hosted.replica is not None:
             self._replication.add(hosted.replica)
         return hosted

@@ -9,6 +9,7 @@ cost as much as one. The server stops reading a client that does not read its an
 A thousand streams within their bounds would still exhaust any machine. Therefore all share one `ByteBudget`:
 
     add_stream  a stream         MESSAGE_BYTES, which gRPC can hold of it unseen   no room: the stream is rejected
+                                                                                   with the error of a call, below
     reserve     a frame in parts its whole size, before its second part is read    no room: it waits, not long
     admit       a call           its tensors, before the first is made             no room: OverloadError to its author,
                                                                                    QuotaError for its client's share
@@ -38,17 +39,28 @@ class ByteBudget:
 
     def __init__(self, most: int) -> None:
         self.most, self.held, self.streams = most, 0, 0
-        self._clients: Counter[str] = Counter()
+        self._clients: Counter[str] = Counter()  # bytes of calls
+        self._client_streams: Counter[str] = Counter()  # bytes of streams
         self._freed = asyncio.Event()
 
-    def add_stream(self, nbytes: int) -> None:
-        """Count one more stream. Raises ``OverloadError``, but never for the only stream."""
+    def add_stream(self, nbytes: int, client: str) -> None:
+        """Count one more stream of a client. Raises as `admit`, but never for the only stream of a client."""
+        share, own = self.most * 3 // 4, self._client_streams[client]
+        if own and own + self._clients[client] + nbytes > share:
+            raise QuotaError(
+                f"streams and calls of client {client!r} take {own + self._clients[client]} of the {share} bytes that "
+                "one client may take at this server; close some before you open more"
+            )
         if self.streams and self.streams + self.held + nbytes > self.most:
             raise OverloadError(f"{self._usage}; no more clients are let in now, come back later")
         self.streams += nbytes
+        self._client_streams[client] += nbytes
 
-    def remove_stream(self, nbytes: int) -> None:
+    def remove_stream(self, nbytes: int, client: str) -> None:
         self.streams -= nbytes
+        self._client_streams[client] -= nbytes
+        if not self._client_streams[client]:
+            del self._client_streams[client]
         self._freed.set()
 
     async def reserve(self, nbytes: int, client: str, seconds: float) -> None:

@@ -101,7 +101,6 @@ METRICS = (
         "torchweft_expert_retried_batches", Counter, "Batches taken apart after a failure", "expert", "retried_batches"
     ),
     Metric("torchweft_expert_used_graphs", Counter, "Backwards that used a kept graph", "expert", "used_graphs"),
-    Metric("torchweft_expert_journal_failures", Counter, "Batches that were not logged", "expert", "journal_failures"),
     Metric("torchweft_expert_open_mini_batches", Gauge, "Uncommitted mini-batches", "expert", "open_mini_batches"),
     Metric(
         "torchweft_expert_open_mini_batch_bytes", Gauge, "Bytes of open mini-batches", "expert", "open_mini_batch_bytes"
@@ -122,7 +121,7 @@ METRICS = (
     Metric("torchweft_expert_durable_step", Gauge, "The step that is on the disk", "checkpoint", "durable"),
     Metric("torchweft_tasks_submitted", Counter, "Queued tasks", "pool", "submitted"),
     Metric("torchweft_tasks_answered", Counter, "Tasks that were answered with results", "pool", "answered"),
-    Metric("torchweft_tasks_answer_seconds", Counter, "Time from arrival to answer", "pool", "answer_seconds"),
+    Metric("torchweft_tasks_answer_seconds", Histogram, "Time from arrival to answer", "pool", "answer_times"),
     Metric("torchweft_tasks_cancelled", Counter, "Tasks that were cancelled while they waited", "pool", "cancelled"),
     Metric("torchweft_tasks_expired", Counter, "Tasks whose deadline passed while they waited", "pool", "expired"),
     Metric("torchweft_tasks_joined", Counter, "Repetitions that got the answer of the first request", "pool", "joined"),
@@ -173,8 +172,11 @@ def _make_family(metric: Metric, status: Status) -> Family:
     for values, part in parts_of(status):
         value = _read(metric, part)
         if metric.kind is Histogram:
-            ended = float(part["answered"] + sum(part["failed"].values()))
-            family.add_metric(_clean_labels(values), _cumulative_buckets(part["merged"]), ended)
+            if metric.value == "merged":
+                total, bounds = part["answered"] + sum(part["failed"].values()), [float(1 << n) for n in range(13)]
+            else:
+                total, bounds = part["answer_seconds"], [(1 << n) / 1000 for n in range(18)]
+            family.add_metric(_clean_labels(values), _cumulative_buckets(value, bounds), float(total))
             continue
         for key, number in value.items() if metric.label else [(None, value)]:
             if number is not None:
@@ -182,11 +184,10 @@ def _make_family(metric: Metric, status: Status) -> Family:
     return family
 
 
-def _cumulative_buckets(merged: Mapping[Any, int]) -> list[tuple[str, float]]:
+def _cumulative_buckets(merged: Mapping[Any, int], bounds: Sequence[float]) -> list[tuple[str, float]]:
     """Cumulative counts. All series have the same buckets, because Prometheus could not add them up otherwise."""
-    counts = {int(size): count for size, count in merged.items()}
-    bounds = [1 << power for power in range(13)]
-    buckets = [(str(float(bound)), float(sum(n for size, n in counts.items() if size <= bound))) for bound in bounds]
+    counts = {float(size): count for size, count in merged.items()}
+    buckets = [(str(bound), float(sum(n for size, n in counts.items() if size <= bound))) for bound in bounds]
     return [*buckets, ("+Inf", float(sum(counts.values())))]
 
 

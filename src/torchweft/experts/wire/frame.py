@@ -96,6 +96,7 @@ class Header(NamedTuple):  # one is made for every call, three times as fast as 
     reply: Compression = Compression.NONE
     step: int = 0
     data: bytes = b""
+    trace: str = ""
 
 
 class Descriptor(NamedTuple):
@@ -267,11 +268,12 @@ def _check_shape(shape: Sequence[int], axes: int, elements: int) -> None:
 
 def _check_call(header: Header, tensors: int, limits: Limits) -> None:
     # The common case, without encoding the names: a character takes at most 4 bytes.
-    characters = len(header.uid) + len(header.key) + len(header.client) + len(header.mini_batch)
+    characters = len(header.uid) + len(header.key) + len(header.client) + len(header.mini_batch) + len(header.trace)
     if 4 * characters <= limits.name_bytes and len(header.data) <= limits.data_bytes and tensors <= limits.tensors:
         return
     sizes = {
-        name: ("name_bytes", len(getattr(header, name).encode())) for name in ("uid", "key", "client", "mini_batch")
+        name: ("name_bytes", len(getattr(header, name).encode()))
+        for name in ("uid", "key", "client", "mini_batch", "trace")
     }
     for name, (limit, size) in {**sizes, "data": ("data_bytes", len(header.data))}.items():
         if size > getattr(limits, limit):
@@ -364,14 +366,18 @@ class Frame:
         """Return the decoded bytes of all tensors so far, with those of this call."""
         limits = self._limits
         values = _READ_FIELDS(call)
-        code, call_id, uid, key, client, mini_batch, left, keep, evaluation, packing, step, data, tensors = values
+        code, call_id, uid, key, client, mini_batch, left, keep, evaluation, packing, step, data, trace, tensors = (
+            values
+        )
         kind, reply = _KINDS.get(code), _COMPRESSIONS.get(packing)
         if kind is None or reply is None:
             unknown = f"kind {code}" if kind is None else f"reply {packing}"
             raise MalformedError(f"{unknown} is not known", reason="kind" if kind is None else "reply")
         # 0 is a value of the optional field, and a missing one reads as 0 too.
         deadline = left if left or call.HasField("deadline_ms") else None
-        header = Header(kind, call_id, uid, key, client, mini_batch, deadline, keep, evaluation, reply, step, data)
+        header = Header(
+            kind, call_id, uid, key, client, mini_batch, deadline, keep, evaluation, reply, step, data, trace
+        )
         _check_call(header, len(tensors), limits)
         if tensors and kind not in WITH_TENSORS:
             text = f"a call of kind {kind.name} carries {len(tensors)} tensors, wanted none"

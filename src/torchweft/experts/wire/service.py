@@ -45,13 +45,13 @@ STATE = f"/{SERVICE}/State"
 FRAME_BYTES = "torchweft-frame-bytes"
 AUTHORIZATION = "authorization"  # Metadata of a client: ``Bearer TOKEN``
 BEARER = "Bearer "
-TRACEPARENT = "traceparent"  # Metadata of a client's stream: the trace of its calls, in the format of W3C Trace Context
 
 # Approximate size up to which calls share a frame. In a larger frame, the wait for the others costs more than it saves.
 COALESCED = 1 << 17
 
 Options = list[tuple[str, int | str]]
 
+_AGE_GRACE = 30.0  # seconds
 _ROOM = 1 << 16  # for gRPC's own framing, which our limits do not count
 
 
@@ -71,6 +71,16 @@ def client_options(limits: Limits) -> Options:
         ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def age_options(seconds: float) -> Options:
+    """Options of a server that ends every connection at this age."""
+    # Certificates are checked when a connection is made, so an old connection must end. Its client makes a new one, and
+    # calls that are under way have some time to end. After it, they are sent again under their keys.
+    return [
+        ("grpc.max_connection_age_ms", int(1000 * seconds)),
+        ("grpc.max_connection_age_grace_ms", int(1000 * min(_AGE_GRACE, seconds))),
     ]
 
 
@@ -237,10 +247,11 @@ def _read_tree(node: Any) -> Any:
     raise MalformedError(f"a container of kind {kind!r} is not known", reason="description")
 
 
+_CLASSES = vars(core_errors) | vars(errors)
 FAULTS: dict[int, type[WeftError]] = {
-    value.number: (vars(core_errors) | vars(errors))[value.name]
+    value.number: _CLASSES[value.name]
     for value in _MESSAGES["Fault"].DESCRIPTOR.fields_by_name["code"].enum_type.values
-    if value.number
+    if value.name in _CLASSES  # a code without a class is read as one of a newer peer
 }  # Error classes by number: those of experts.proto, and registered ones.
 # Errors of requests that were certainly not executed, and can succeed later or at another server. After any other
 # error, a request that changes weights can be sent again only with its idempotency key.
