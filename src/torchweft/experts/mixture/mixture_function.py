@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, join_faults
 from torchweft.experts import errors
+from torchweft.experts.client.calls import RemoteCall
 from torchweft.experts.client.remote_function import ONLY_ONCE
 from torchweft.experts.client.stub import IdempotencyKey, PendingCommit
 from torchweft.experts.mixture.fanout import (
@@ -132,18 +133,20 @@ def _send_commits(
     if not complete:
         return {}
 
+    deadline = time.monotonic() + client.options.backward_timeout
+
     def make_call(number: int, uid: str) -> ExpertCall:
-        token = client.resolver(uid).owner_token()
-        call = client.requests.commit(uid, pending[uid].name, complete[uid], token)
+        call = client.requests.commit(uid, pending[uid].name, complete[uid], client.owner_token(uid))
 
         def accept(answer: Received) -> None:
             client.accept(uid, answer)
 
-        return ExpertCall(call, torch.tensor([number], device="cpu"), accept)  # one sample per call
+        # one sample per call
+        return ExpertCall(RemoteCall(call, client.caller(uid), deadline, accept), torch.tensor([number], device="cpu"))
 
     calls = [make_call(number, uid) for number, uid in enumerate(complete)]
     needed = torch.ones(len(calls), dtype=torch.int64, device="cpu")
-    FanOut(client, calls, needed, deadline=time.monotonic() + client.options.backward_timeout).run()
+    FanOut(calls, needed, deadline=deadline).run()
     client.counters.add_fan_out("commit", calls)
     return faults_of(calls)
 
@@ -254,7 +257,8 @@ class MixtureFunction:
             return buffer.write(self._dispatch.pairs[rows], self._signature.read_outputs(answer, _CPU))
 
         call = self._client.requests.forward(uid, [x[rows] for x in sent], key)
-        return ExpertCall(call, self._dispatch.rows[rows], accept)
+        remote = RemoteCall(call, self._client.caller(uid), self._call.deadline, accept)
+        return ExpertCall(remote, self._dispatch.rows[rows])
 
     def _send_backward(self, sent: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
         dispatch, options, client = self._dispatch, self._options, self._client
@@ -270,7 +274,7 @@ class MixtureFunction:
             batch = self._batch if self._batch.accumulates else parts
             if batch is not parts or (self._signature.trained and counts[span.expert] > 1):
                 missing[span] = batch.open_for(self._uids[span.expert])
-            calls[span] = self._backward_call(span, remaining, sent, gradients, buffer, missing)
+            calls[span] = self._backward_call(span, remaining, sent, gradients, buffer, missing, deadline)
         needed = self.alive.sum(1).clamp(max=options.backward_k_min)
         try:
             self._call_experts("backward", deadline, [*calls.values()], needed, buffer)
@@ -292,6 +296,7 @@ class MixtureFunction:
         gradients: Sequence[Tensor],
         buffer: CombineBuffer,
         missing: dict[RowSpan, PendingCommit],
+        deadline: float,
     ) -> ExpertCall:
         client, uid, key = self._client, self._uids[span.expert], self._keys[span]
         self._keys[span] = key.next_backward()
@@ -309,16 +314,17 @@ class MixtureFunction:
             # After `record_gradient`: the server has added the gradient, even if the answer is rejected here.
             return buffer.write(self._dispatch.pairs[rows], self._signature.read_input_gradients(answer, inputs))
 
-        token = client.resolver(uid).owner_token()
+        token = client.owner_token(uid)
         call, complete = client.requests.backward(uid, inputs, [g[rows] for g in gradients], key, name, token)
-        return ExpertCall(call, self._dispatch.rows[rows], accept, complete)
+        remote = RemoteCall(call, client.caller(uid), deadline, accept, complete if call is not complete else None)
+        return ExpertCall(remote, self._dispatch.rows[rows])
 
     def _call_experts(
         self, direction: Direction, deadline: float, calls: Sequence[ExpertCall], needed: Tensor, buffer: CombineBuffer
     ) -> None:
         # Afterwards the buffer has enough answers for a sample, or none.
         client, lenient, after = self._client, self._options.allow_zero_outputs, self._options.timeout_after_k_min
-        counts = FanOut(client, calls, needed, deadline=deadline, after=after, lenient=lenient).run().counts
+        counts = FanOut(calls, needed, deadline=deadline, after=after, lenient=lenient).run().counts
         client.counters.add_fan_out(direction, calls)
         is_short = counts < needed
         number = int(is_short.sum())
