@@ -4,12 +4,13 @@ remote.py   RemoteExpert, gather, many at once  remote_function.py  calls as an 
 stub.py     signature, requests, progress       transport.py        over gRPC, or in process; Connections, resolvers
 calls.py    the machine that drives all calls   stream.py           gRPC's stream, calls in flight
 futures.py  submit, await                       retry.py            rule for retries
-status.py   ``torchweft status``
+commit.py   of several experts, in two phases   status.py           ``torchweft status``
 """
 
 from torchweft.experts import extras as extras  # reports missing packages
+from torchweft.experts.client.commit import commit, discard
 from torchweft.experts.client.futures import ExpertFuture
-from torchweft.experts.client.remote import RemoteExpert, commit, create_remote_experts, discard, gather
+from torchweft.experts.client.remote import RemoteExpert, create_remote_experts, gather
 from torchweft.experts.client.retry import NEVER, Retry
 from torchweft.experts.client.transport import (
     Connections,

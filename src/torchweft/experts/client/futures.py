@@ -41,7 +41,7 @@ class ExpertFuture(Future[T]):
 class _Deliveries:
     """Results on their way into one asyncio loop. All that come before the loop runs again wake it once."""
 
-    _known: "ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Deliveries]]" = WeakKeyDictionary()
+    _known: ClassVar["WeakKeyDictionary[asyncio.AbstractEventLoop, _Deliveries]"] = WeakKeyDictionary()
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)  # weak, because the loop is the key of this object

@@ -16,7 +16,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchweft.core.autograd import apply_as_node, graph_break
 from torchweft.core.context import is_checkpointing, is_recomputing
@@ -220,7 +220,14 @@ class RemoteExpert(RemoteLayer):
         """
         if not self._options.accumulate:
             raise UsageError(f"expert {self.uid!r} steps at every backward: to commit, make it with accumulate=True")
-        return run_steps(self._stub.commit())
+        return run_steps(self.commit_steps())
+
+    def prepare_steps(self) -> Steps[bool]:
+        """The first phase of a commit with other experts, see `weft.experts.client.commit`."""
+        return self._stub.prepare()
+
+    def commit_steps(self) -> Steps[bool]:
+        return self._stub.commit()
 
     def discard(self) -> None:
         """Drop the gradients since the last commit, without waiting for the server."""
@@ -425,42 +432,3 @@ def create_remote_experts(
         text = f"none of the experts {wanted} is listed in the directory, which lists {listed or 'no expert at all'}"
         warnings.warn(f"{text}; check their names, or start a server of them", stacklevel=2)
     return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in names]
-
-
-def commit(module: nn.Module) -> dict[str, bool]:
-    """Commit every accumulating remote expert and mixture inside ``module``. Returns by uid whether it stepped.
-
-    Call it together with the step of the local optimizer. Raises as `RemoteExpert.commit`; layers before the failed one
-    have stepped. After a `CommitError`, `discard` begins a new mini-batch.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
-        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows)
-        >>> with weft.Server([expert]) as server, weft.RemoteExpert("ffn.0", server.address, accumulate=True) as remote:
-        ...     remote(torch.randn(2, 8)).sum().backward()
-        ...     weft.experts.client.commit(remote)
-        {'ffn.0': True}
-    """
-    results: dict[str, bool] = {}
-    for layer in _accumulating_layers(module):
-        result = layer.commit()
-        for uid, stepped in ({layer.uid: result} if isinstance(layer, RemoteExpert) else result).items():
-            results[uid] = stepped or results.get(uid, False)
-    return results
-
-
-def discard(module: nn.Module) -> None:
-    """Drop the gradients since the last commit, of every accumulating remote expert and mixture inside ``module``.
-
-    For a failed mini-batch, before it is run again or skipped. Until then, every `commit` fails.
-
-    Example:
-        >>> from torchweft.experts.client import discard
-        >>> discard(nn.Sequential(nn.Linear(8, 8)))  # has no remote experts, so nothing is dropped
-    """
-    for layer in _accumulating_layers(module):
-        layer.discard()
-
-
-def _accumulating_layers(module: nn.Module) -> list[RemoteLayer]:
-    return [layer for layer in module.modules() if isinstance(layer, RemoteLayer) and layer.accumulates]

@@ -55,6 +55,14 @@ class RemoteLayer(nn.Module):
     def commit(self) -> Any:
         raise NotImplementedError
 
+    # The two phases of `commit`, for a commit of several layers, see `weft.experts.client.commit`.
+
+    def prepare_commit(self) -> None:
+        """Raise if no step can be taken now."""
+
+    def apply_commit(self) -> Any:
+        return self.commit()
+
     def discard(self) -> None:
         raise NotImplementedError
 

@@ -126,6 +126,20 @@ class ExpertStub:
             return calls[0].value
         return [torch.cat(rows) for rows in zip(*(call.value for call in calls), strict=True)]
 
+    def prepare(self) -> Steps[bool]:
+        """The first phase of a commit with other experts: the server checks the sum, and keeps it for `commit`."""
+        mini_batch = self.mini_batch
+        incarnation = mini_batch.commit_incarnation()
+        if incarnation is None:
+            return False
+        request = self.requests.prepare(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
+        try:
+            yield [RemoteCall(request, self.caller, time.monotonic() + self.options.timeout, self.progress.accept)]
+        except (errors.CommitError, errors.GradientError) as error:  # the server does not hold the sum any more
+            mini_batch.record_failure(error)
+            raise
+        return True
+
     def commit(self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None) -> Steps[bool]:
         mini_batch = mini_batch or self.mini_batch
         incarnation = mini_batch.commit_incarnation()
@@ -275,6 +289,10 @@ class RequestBuilder:
         compressions = self._choose("output_gradients", len(gradients))
         complete = Call(header, [*inputs, *gradients], [*self._choose("inputs", len(inputs)), *compressions])
         return (Call(header._replace(keep=True), gradients, compressions) if key.kept else complete), complete
+
+    def prepare(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
+        data = StepReceipt(None, incarnation, token).to_bytes()
+        return Call(self._header(Kind.PREPARE, uid=uid, mini_batch=mini_batch, data=data))
 
     def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
         data = StepReceipt(None, incarnation, token).to_bytes()

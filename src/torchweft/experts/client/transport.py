@@ -196,7 +196,8 @@ class GrpcTransport(_BaseTransport):
             except ValueError as error:  # gRPC's, of a channel that `close` has just closed
                 self._pending.set_outcome(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
                 break
-            if stream.is_draining and call.header.kind is not Kind.INFO:
+            # A server that shuts down still applies commits that it has prepared, since other experts can have stepped.
+            if stream.is_draining and call.header.kind not in (Kind.INFO, Kind.COMMIT):
                 error = DrainingError(f"{self.address} is shutting down and accepts no new work")
                 self._pending.set_outcome(entry.number, error)
                 break

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from torchweft.experts.mixture.routing import CombineBuffer, Dispatch, RowSpan, 
 from torchweft.experts.wire import Received
 
 _CPU = torch.device("cpu")
+Phase = Literal["prepare", "commit"]  # of a commit
 # Errors after which the server does not hold the sum any more.
 _GONE = (errors.CommitError, errors.GradientError, errors.StepError)
 
@@ -81,22 +83,21 @@ class MixtureCommit:
             discarded, self._open, self.failure = self._open, {}, None
             return discarded
 
-    def commit(self, client: ExpertPool) -> dict[str, bool]:
-        pending, failure = self.open_mini_batches(), self.failure
-        needed = client.options.steps_wanted(len(pending))
-        complete, incomplete = _separate_complete(pending)
-        if failure is not None or len(complete) < needed:
-            reason = "" if failure is None else f" A backward of it ended with {type(failure).__name__}."
+    def prepare(self, client: ExpertPool) -> None:
+        """Raise ``MixtureCommitError`` if too few experts can step. The others keep their sums for `commit`."""
+        pending, complete, incomplete = self._open_sums(client)
+        faults = {**incomplete, **self._send(client, pending, complete, "prepare")}
+        if len(pending) - len(faults) < client.options.steps_wanted(len(pending)):
             head = (
-                f"a mini-batch of a mixture is incomplete, and no expert was asked to step.{reason} Of {len(pending)} "
-                f"experts {len(incomplete)} lack a part of their gradients. Call discard(), and run it again."
+                f"commit of a mixture: {len(faults)} of {len(pending)} experts cannot step, and none has stepped. Call "
+                "discard(), and run the mini-batch again."
             )
-            raise _commit_error(head, incomplete) from failure
-        failed = _send_commits(client, pending, complete)
-        for uid, fault in failed.items():
-            if isinstance(fault, _GONE):
-                pending[uid].record_failure(fault)
-        faults = {**incomplete, **failed}
+            raise _commit_error(head, faults)
+
+    def commit(self, client: ExpertPool) -> dict[str, bool]:
+        pending, complete, incomplete = self._open_sums(client)
+        needed = client.options.steps_wanted(len(pending))
+        faults = {**incomplete, **self._send(client, pending, complete, "commit")}
         stepped = {uid: mini_batch for uid, mini_batch in pending.items() if uid not in faults}
         # The failed ones stay open, so that a second commit() has the same names, and steps each at most once.
         self.close(stepped)
@@ -111,6 +112,31 @@ class MixtureCommit:
         client.counters.add("left_out", len(faults))
         return {uid: uid in stepped for uid in pending}
 
+    def _open_sums(
+        self, client: ExpertPool
+    ) -> tuple[dict[str, PendingCommit], dict[str, int], dict[str, BaseException]]:
+        """All open sums, the incarnations of the complete ones, and the faults of the others."""
+        pending, failure = self.open_mini_batches(), self.failure
+        needed = client.options.steps_wanted(len(pending))
+        complete, incomplete = _separate_complete(pending)
+        if failure is not None or len(complete) < needed:
+            reason = "" if failure is None else f" A backward of it ended with {type(failure).__name__}."
+            head = (
+                f"a mini-batch of a mixture is incomplete, and no expert was asked to step.{reason} Of {len(pending)} "
+                f"experts {len(incomplete)} lack a part of their gradients. Call discard(), and run it again."
+            )
+            raise _commit_error(head, incomplete) from failure
+        return pending, complete, incomplete
+
+    def _send(
+        self, client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Mapping[str, int], phase: Phase
+    ) -> dict[str, BaseException]:
+        failed = _send_phase(client, pending, complete, phase)
+        for uid, fault in failed.items():
+            if isinstance(fault, _GONE):
+                pending[uid].record_failure(fault)
+        return failed
+
     def __deepcopy__(self, memo: object) -> "MixtureCommit":
         return MixtureCommit(self.accumulates)
 
@@ -119,24 +145,25 @@ def commit_parts(client: ExpertPool, parts: Mapping[str, PendingCommit]) -> None
     """One step of each expert that was called several times in a backward that does not accumulate."""
     complete, incomplete = _separate_complete(parts)
     # An expert that lacks a part does not step.
-    failed = _send_commits(client, parts, complete)
+    failed = _send_phase(client, parts, complete, "commit")
     client.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
     if failed:
         head = f"backward of a mixture, sent in parts: {len(failed)} experts are not known to have stepped with it:"
         raise _commit_error(head, failed)
 
 
-def _send_commits(
-    client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Mapping[str, int]
+def _send_phase(
+    client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Mapping[str, int], phase: Phase
 ) -> dict[str, BaseException]:
-    """Commit the complete ones, at these incarnations, all at once. Returns faults by expert."""
+    """Prepare or commit the complete ones, at these incarnations, all at once. Returns faults by expert."""
     if not complete:
         return {}
 
     deadline = time.monotonic() + client.options.backward_timeout
 
     def make_call(number: int, uid: str) -> ExpertCall:
-        call = client.requests.commit(uid, pending[uid].name, complete[uid], client.owner_token(uid))
+        build = client.requests.prepare if phase == "prepare" else client.requests.commit
+        call = build(uid, pending[uid].name, complete[uid], client.owner_token(uid))
 
         def accept(answer: Received) -> None:
             client.accept(uid, answer)
@@ -147,7 +174,8 @@ def _send_commits(
     calls = [make_call(number, uid) for number, uid in enumerate(complete)]
     needed = torch.ones(len(calls), dtype=torch.int64, device="cpu")
     FanOut(calls, needed, deadline=deadline).run()
-    client.counters.add_fan_out("commit", calls)
+    if phase == "commit":
+        client.counters.add_fan_out("commit", calls)
     return faults_of(calls)
 
 
