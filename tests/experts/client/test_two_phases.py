@@ -130,7 +130,7 @@ def test_a_second_commit_completes_the_first(stages: Stages) -> None:
     assert commit(stages.model) == {"a": False, "b": True, "c": False} and stages.steps() == [1, 1, 1]
 
 
-def test_a_prepared_sum_takes_no_gradient_and_outlives_its_stream(stages: Stages) -> None:
+def test_a_prepared_sum_is_closed_and_outlives_its_stream(stages: Stages) -> None:
     """Its stream has ended, and `orphan_seconds` is 0. A repeated prepare, also after the commit, changes nothing."""
     stages.run()
     expert = stages.model[0]
