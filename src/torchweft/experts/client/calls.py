@@ -37,7 +37,7 @@ from torchweft.experts.client.transport import FixedResolver
 from torchweft.experts.wire import Call, Received
 
 LOOK = 0.1  # seconds between two checks of the directory's snapshot while a call waits; it is in memory
-_GRACE = 10 * TICK  # transports end overdue calls themselves; this is for one that does not
+_GRACE = 4 * TICK  # transports end overdue calls themselves; this is for one that does not
 _LONGEST_WAIT = 3600.0
 T = TypeVar("T")
 

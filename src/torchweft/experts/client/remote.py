@@ -122,13 +122,14 @@ class RemoteExpert(RemoteLayer):
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, inputs = self.begin_call(args, kwargs, time.monotonic() + self._options.timeout)
-        if call.is_tracked and not is_checkpointing():
+        if is_checkpointing():
+            outputs = run_steps(call.forward())
+            self.keep_for_recomputation(call, outputs)
+        elif call.is_tracked:
             # The anchor comes last, so that the gradients of the inputs have the places of the inputs.
             outputs = list(apply_as_node(RemoteFunction([call], [call.anchor]), [*inputs, call.anchor]))
         else:
             outputs = run_steps(call.forward())
-            if is_checkpointing():
-                self.keep_for_recomputation(call, outputs)
         return call.signature.outputs.pack(outputs)
 
     def submit(self, *args: Any, **kwargs: Any) -> ExpertFuture[Any]:
@@ -169,8 +170,9 @@ class RemoteExpert(RemoteLayer):
         if is_recomputing():
             # With the key of the original forward, so that the server draws the same random numbers in backward.
             key, cached = self._cache.pop_match(inputs) or (key, None)
-        anchor = self.anchor
-        if not is_checkpointing():
+        if is_checkpointing():
+            anchor = self.anchor
+        else:
             anchor = self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)
         call = ExpertCall(self._stub, signature, inputs, anchor, key, deadline, cached)
         if call.is_tracked and cached is None and self._options.keep_graph and not is_checkpointing():
@@ -345,9 +347,10 @@ def gather(calls: Iterable[Any], *, return_exceptions: bool = False) -> list[Any
                 parts = cast("tuple[Any, ...]", call) if isinstance(call, tuple) else (call,)
                 (remote, *rest), kwargs = parts or (None,), dict[str, Any]()
                 args = tuple(rest)
-            kinds = "(expert, *arguments) or partial(expert, *arguments)"
-            if check.require(isinstance(remote, RemoteExpert), f"call {number} is {call!r}, wanted {kinds}"):
-                entries.append((cast("RemoteExpert", remote), args, kwargs))
+            if isinstance(remote, RemoteExpert):
+                entries.append((remote, args, kwargs))
+            else:  # built here only, because the text of a tensor takes milliseconds
+                check.add(f"call {number} is {call!r}, wanted (expert, *arguments) or partial(expert, *arguments)")
         check.boolean("return_exceptions", return_exceptions)
     return graph_break(call_experts, entries, return_exceptions) if entries else []
 

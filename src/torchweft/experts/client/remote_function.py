@@ -75,14 +75,15 @@ class RemoteLayer(nn.Module):
 
     def anchor_for(self, subject: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
         """The anchor, detached if the call does not train the experts. ``subject`` begins the error."""
-        if trained and self.anchor.requires_grad:
-            return self.anchor
+        anchor = self.anchor
+        if trained and anchor.requires_grad:
+            return anchor
         if trained and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             raise UsageError(
                 f"{subject} frozen here (the anchor does not require a gradient), but the backward for the inputs "
                 "would step at the server; call it under no_grad, or unfreeze it"
             )
-        return self.anchor.detach()
+        return anchor.detach()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # Without the anchor: the servers save the experts, and the anchor is always zero.
@@ -120,18 +121,20 @@ class ExpertCall:
     cached: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
+        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._needs_gradient = [tensor.requires_grad for tensor in self.inputs]
         self.is_tracked = torch.is_grad_enabled() and (self.anchor.requires_grad or any(self._needs_gradient))
-        # Detached tensors hold no graph, but share the version counters, by which `backward` detects modifications.
-        self.inputs = [tensor.detach() for tensor in self.inputs]
-        self._versions = [version(tensor) for tensor in self.inputs]
-        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        if self.is_tracked:
+            # Detached tensors hold no graph, but share the version counters, by which `backward` detects modifications.
+            self.inputs = [tensor.detach() for tensor in self.inputs]
+            self._versions = [version(tensor) for tensor in self.inputs]
 
     def forward(self) -> Steps[list[Tensor]]:
         outputs, self.cached = self.cached, None
         if outputs is None:
             outputs = yield from self.stub.forward(self.inputs, self.key, self.deadline)
-        self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
+        if self.is_tracked:
+            self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs
 
     def check_unchanged(self) -> None:

@@ -84,14 +84,16 @@ class ExpertStub:
 
     def forward(self, inputs: Sequence[Tensor], key: "IdempotencyKey", deadline: float) -> Steps[list[Tensor]]:
         """The flat outputs. Sends parts if there are more rows than the server accepts at a time."""
-        signature = yield from self.signature(deadline)
-        parts = _split_rows(inputs, signature.max_batch_size)
-        keys = key.for_parts(len(parts)) if len(parts) > 1 else [key]
+        signature = self.loaded or (yield from self.signature(deadline))
         self._remaining_seconds(deadline)
+        if not inputs or inputs[0].shape[0] <= signature.max_batch_size:
+            call = self._forward_call(inputs, key, signature, deadline)
+            yield (call,)
+            return call.value
+        parts = _split_rows(inputs, signature.max_batch_size)
+        keys = key.for_parts(len(parts))
         calls = [self._forward_call(*part, signature, deadline) for part in zip(parts, keys, strict=True)]
         yield calls
-        if len(calls) == 1:
-            return calls[0].value
         return [torch.cat(rows) for rows in zip(*(call.value for call in calls), strict=True)]
 
     def backward(
