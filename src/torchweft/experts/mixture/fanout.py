@@ -199,7 +199,7 @@ class ExpertPool:
 
         sample = torch.zeros(1, dtype=torch.int64, device="cpu")
         calls = [
-            ExpertCall(RemoteCall(self.requests.info(uid), self.caller(uid), deadline, accept), sample) for uid in uids
+            FanOutCall(RemoteCall(self.requests.info(uid), self.caller(uid), deadline, accept), sample) for uid in uids
         ]
         FanOut(calls, torch.ones_like(sample), deadline=deadline, after=0.0).run()
         if not descriptions:
@@ -209,7 +209,7 @@ class ExpertPool:
 
 
 @dataclass(eq=False, slots=True)
-class ExpertCall:
+class FanOutCall:
     """One call of a fan-out. ``fault``: the error of the call, or of some of its rows."""
 
     # ``samples``: the sample of each row, int64. ``remote``: its value is a mask of valid rows (bool, None for all).
@@ -225,7 +225,7 @@ class ExpertCall:
         self.fault = self.fault or error
 
 
-def faults_of(calls: Iterable[ExpertCall]) -> dict[str, BaseException]:
+def faults_of(calls: Iterable[FanOutCall]) -> dict[str, BaseException]:
     return {call.uid: call.fault for call in calls if call.fault is not None}
 
 
@@ -236,7 +236,7 @@ class FanOut:
     # ``lenient``: continue to wait for other samples although some can no longer get enough answers.
     def __init__(
         self,
-        calls: Sequence[ExpertCall],
+        calls: Sequence[FanOutCall],
         needed: Tensor,
         *,
         deadline: float,
@@ -283,7 +283,7 @@ class FanOut:
             late = errors.DeadlineError(f"no answer within {waited:.3g} s, when the wait ended")
             call.record_fault(call.remote.attempts.last or late)
 
-    def _note_outcome(self, call: ExpertCall, remote: RemoteCall) -> None:
+    def _note_outcome(self, call: FanOutCall, remote: RemoteCall) -> None:
         del self._open[call]
         rows, valid, error = call.samples, remote.value, remote.error
         remote.error = None  # its traceback can hold this frame: a cycle
@@ -351,7 +351,7 @@ class MixtureCounters:
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
 
-    def add_fan_out(self, direction: Direction, calls: Sequence[ExpertCall]) -> None:
+    def add_fan_out(self, direction: Direction, calls: Sequence[FanOutCall]) -> None:
         rows = 0 if direction == "commit" else sum(len(call.samples) for call in calls)
         with self._lock:
             self._counts.update({f"{direction}s": 1, f"{direction}_calls": len(calls), "rows": rows})

@@ -31,7 +31,7 @@ from torchweft.experts.client.remote_function import ONLY_ONCE
 from torchweft.experts.client.stub import IdempotencyKey, PendingCommit
 from torchweft.experts.mixture.fanout import (
     Direction,
-    ExpertCall,
+    FanOutCall,
     ExpertPool,
     FanOut,
     MixtureCall,
@@ -161,7 +161,7 @@ def _send_phase(
 
     deadline = time.monotonic() + client.options.backward_timeout
 
-    def make_call(number: int, uid: str) -> ExpertCall:
+    def make_call(number: int, uid: str) -> FanOutCall:
         build = client.requests.prepare if phase == "prepare" else client.requests.commit
         call = build(uid, pending[uid].name, complete[uid], client.owner_token(uid))
 
@@ -169,7 +169,7 @@ def _send_phase(
             client.accept(uid, answer)
 
         # one sample per call
-        return ExpertCall(RemoteCall(call, client.caller(uid), deadline, accept), torch.tensor([number], device="cpu"))
+        return FanOutCall(RemoteCall(call, client.caller(uid), deadline, accept), torch.tensor([number], device="cpu"))
 
     calls = [make_call(number, uid) for number, uid in enumerate(complete)]
     needed = torch.ones(len(calls), dtype=torch.int64, device="cpu")
@@ -276,7 +276,7 @@ class MixtureFunction:
         self.alive = buffer.alive.view(dispatch.samples, dispatch.k)
         return buffer.rows() or self._zero_outputs()
 
-    def _forward_call(self, span: RowSpan, sent: Sequence[Tensor], buffer: CombineBuffer) -> ExpertCall:
+    def _forward_call(self, span: RowSpan, sent: Sequence[Tensor], buffer: CombineBuffer) -> FanOutCall:
         uid, key, rows = self._uids[span.expert], self._keys[span], slice(span.start, span.stop)
 
         def accept(answer: Received) -> Tensor | None:
@@ -286,7 +286,7 @@ class MixtureFunction:
 
         call = self._client.requests.forward(uid, [x[rows] for x in sent], key)
         remote = RemoteCall(call, self._client.caller(uid), self._call.deadline, accept)
-        return ExpertCall(remote, self._dispatch.rows[rows])
+        return FanOutCall(remote, self._dispatch.rows[rows])
 
     def _send_backward(self, sent: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
         dispatch, options, client = self._dispatch, self._options, self._client
@@ -297,7 +297,7 @@ class MixtureFunction:
         # Several calls of one expert in a backward that steps: their gradients are collected, for one step.
         parts = MixtureCommit(True)
         missing: dict[RowSpan, PendingCommit] = {}  # calls whose gradients have not been added yet
-        calls: dict[RowSpan, ExpertCall] = {}
+        calls: dict[RowSpan, FanOutCall] = {}
         for span, remaining in spans:
             batch = self._batch if self._batch.accumulates else parts
             if batch is not parts or (self._signature.trained and counts[span.expert] > 1):
@@ -325,7 +325,7 @@ class MixtureFunction:
         buffer: CombineBuffer,
         missing: dict[RowSpan, PendingCommit],
         deadline: float,
-    ) -> ExpertCall:
+    ) -> FanOutCall:
         client, uid, key = self._client, self._uids[span.expert], self._keys[span]
         self._keys[span] = key.next_backward()
         if remaining is not None:
@@ -345,10 +345,10 @@ class MixtureFunction:
         token = client.owner_token(uid)
         call, complete = client.requests.backward(uid, inputs, [g[rows] for g in gradients], key, name, token)
         remote = RemoteCall(call, client.caller(uid), deadline, accept, complete if call is not complete else None)
-        return ExpertCall(remote, self._dispatch.rows[rows])
+        return FanOutCall(remote, self._dispatch.rows[rows])
 
     def _call_experts(
-        self, direction: Direction, deadline: float, calls: Sequence[ExpertCall], needed: Tensor, buffer: CombineBuffer
+        self, direction: Direction, deadline: float, calls: Sequence[FanOutCall], needed: Tensor, buffer: CombineBuffer
     ) -> None:
         # Afterwards the buffer has enough answers for a sample, or none.
         client, lenient, after = self._client, self._options.allow_zero_outputs, self._options.timeout_after_k_min
