@@ -42,9 +42,9 @@ def killed_trainers(seconds: float, pause: float) -> Verdict:
         options = json.dumps({"addresses": {name: server.address for name, server in servers.items()}, "width": WIDTH})
         trainers = [_Trainer(options, stack) for _ in range(TRAINERS)]
         everyone = list(trainers)
-        end = time.monotonic() + seconds
         while not all(trainer.has_begun() for trainer in trainers):
             time.sleep(0.1)
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(pause * random.uniform(0.8, 1.2))
             trainers.pop(random.randrange(TRAINERS)).kill()

@@ -31,9 +31,9 @@ from torchweft.experts.client.remote_function import ONLY_ONCE
 from torchweft.experts.client.stub import IdempotencyKey, PendingCommit
 from torchweft.experts.mixture.fanout import (
     Direction,
-    FanOutCall,
     ExpertPool,
     FanOut,
+    FanOutCall,
     MixtureCall,
     faults_of,
     too_few_answers,
