@@ -317,10 +317,6 @@ def _note_done(events: "SimpleQueue[Any]", call: RemoteCall, number: int, _: obj
 Steps = Generator[Sequence[RemoteCall], None, T]
 
 
-class Settled(list[RemoteCall]):
-    """Calls to yield from `Steps` that are all waited for, also if some fail. Their ``error`` says so."""
-
-
 class StepsRun(Generic[T]):
     """A generator of steps under way in a loop. After its end it has a ``value`` or an ``error``."""
 
@@ -356,7 +352,7 @@ class StepsRun(Generic[T]):
 
     def _call_ended(self, call: RemoteCall) -> None:
         self._left -= 1
-        if call.error is not None and not isinstance(self._calls, Settled):
+        if call.error is not None:
             self._cancel_calls()
             error, call.error = call.error, None
             self.advance(error)
