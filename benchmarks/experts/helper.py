@@ -46,6 +46,11 @@ class Helper:
         )
 
     @property
+    def process(self) -> int:
+        """Process id of the helper."""
+        return self._process.pid
+
+    @property
     def processes(self) -> list[int]:
         """Process ids of the helper and its current descendants."""
         return family(self._process.pid)

@@ -5,7 +5,7 @@ survive_fuzz.py       random corruption of messages   survive_crash.py      SIGK
 survive_replies.py    lost replies                    survive_network.py    delays, cuts, silence
 survive_gradients.py  NaN, infinite, huge, raising    survive_directory.py  etcd unavailable for a minute, if installed
 survive_keys.py       many remembered requests        survive_attack.py     attacks with and without a token
-survive_owner.py      a stopped owner
+survive_owner.py      a stopped owner                 survive_stages.py     killed trainers, commits in two phases
 survive_digits.py     training on digits over a lossy network, with the trainers of survive_learners.py
 survive_steps.py, survive_common.py  shared code
 """
@@ -26,6 +26,7 @@ from benchmarks.experts import (
     survive_network,
     survive_owner,
     survive_replies,
+    survive_stages,
 )
 from benchmarks.experts.survive_common import Verdict
 from benchmarks.experts.survive_crash import Killing, disk_crashes
@@ -69,6 +70,8 @@ def run(quick: bool) -> Table:
         verdicts += survive_directory.away(times["away"]) if times["away"] else []
         progress("a stopped owner")
         verdicts += survive_owner.stopped_owner(times["stopped"], 3.0) if times["stopped"] else []
+        progress("killed trainers of three stages")
+        verdicts.append(survive_stages.killed_trainers(times["stages"], 5.0 if times["stages"] > 10 else 1.0))
         progress("crashes while writing checkpoints")
         verdicts.append(disk_crashes(times["disk"]))
         progress("SIGKILL")
@@ -96,6 +99,7 @@ _TIMES = {
     "starts": (3, 1),
     "away": (60, 0),
     "stopped": (10, 0),
+    "stages": (60, 2),
     "disk": (5, 1),
     "kill": (200, 2),
 }

@@ -5,14 +5,20 @@
     bare:           gRPC streams that batch waiting calls for the same module, without checks, keys, deadlines or
                     guards. Its distance from the ideal is the cost of gRPC and Python, without torchweft
 
+The last rows are processor time of both ends: of one single-row forward relative to bare gRPC, and of 32 single rows
+that one thread gathers.
+
 A lap is one call of every caller. The server repeats the forward in a backward, unless the graph is kept. Both are
 measured, and the better one is judged. The peer has the same callers in one process, and its own server.
 """
 
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -34,6 +40,10 @@ SPEEDUP = 5.0
 """Required speed of single rows, relative to the peer."""
 KEEP = 256_000_000
 TOLERANCE = 1e-5
+OF_BARE = 1.7
+"""Largest processor time of both ends of a single-row forward, relative to bare gRPC."""
+GATHERED, GATHER_MS = 32, 14.0
+"""Single rows that are gathered, and the largest processor time of both ends, in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class Servers:
         self.bare = stack.enter_context(Helper("bare_client", {"width": width}, python=sys.executable))
         self.bare.hear()
         self.bare.ask(bare.hear())
+        self.ends = {WEFT: (server, self.client), BARE: (bare, self.bare)}
         self.width, self.why = width, "not requested"
         self.peer: Helper | None = None
         helpers = [server, self.client, bare, self.bare]
@@ -117,9 +128,51 @@ def run(quick: bool) -> Table:
                 progress(f"width {width}, {point.callers} x {point.rows}, {_kind(point)}")
                 race = servers.race(point, 0.02 if quick else 0.5, 1 if quick else 7)
                 rows.append(_row(width, point, race))
+            progress(f"width {width}, processor time")
+            rows += _processor_rows(servers, 0.05 if quick else 1.0, 1 if quick else 7)
             if servers.peer is None:
                 notes.append(f"  {peer.NAME} at width {width}: {servers.why}")
     return Table("an ffn expert with Adam over gRPC, compared with the same module in this process", rows, notes)
+
+
+def _processor_rows(servers: Servers, seconds: float, rounds: int) -> list[Row]:
+    """Processor time of both ends, in turns. The process clocks of Linux tell it."""
+    single = {"callers": 1, "rows": 1, "train": False, "keep": False, "seconds": seconds}
+    gathered = {**single, "gather": GATHERED}
+    samples = [
+        [
+            _processor_ms(servers.ends[name], question)
+            for name, question in [(WEFT, single), (BARE, single), (WEFT, gathered)]
+        ]
+        for _ in range(rounds)
+    ]
+    weft, bare, many = (median(column) for column in zip(*samples, strict=True))
+    ratio = median(sample[0] / sample[1] for sample in samples)
+    head = {"width": f"{servers.width}", "work": "processor time, both ends"}
+    return [
+        head
+        | {"callers x batch": "1 x 1", WEFT: f"{weft * 1e3:.0f} us", BARE: f"{bare * 1e3:.0f} us"}
+        | {"required": f"<= {OF_BARE:g} x bare", "verdict": _verdict(ratio <= OF_BARE, f"{ratio:.2f} x")},
+        head
+        | {"callers x batch": f"gather of {GATHERED}", WEFT: f"{many:.1f} ms"}
+        | {"required": f"<= {GATHER_MS:g} ms", "verdict": _verdict(many <= GATHER_MS, "")},
+    ]
+
+
+def _processor_ms(ends: tuple[Helper, Helper], question: dict[str, Any]) -> float:
+    """Processor time of the processes of server and client, in milliseconds per lap."""
+    before = sum(map(_processor_seconds, ends))
+    laps = ends[1].ask(question, question["seconds"])["rate"] * question["seconds"]
+    return (sum(map(_processor_seconds, ends)) - before) / laps * 1e3
+
+
+def _processor_seconds(helper: Helper) -> float:
+    # The number of a process's clock on Linux, see clock_getcpuclockid(3).
+    return time.clock_gettime(~helper.process << 3 | 2)
+
+
+def _verdict(holds: bool, measured: str) -> str:
+    return f"{'holds' if holds else 'falls short'} {measured}".strip()
 
 
 def _laps(client: Helper, point: Point, *, keep: bool) -> Lap:

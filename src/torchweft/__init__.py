@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchweft.core.spec import TensorSpec
     from torchweft.core.version import __version__ as __version__
     from torchweft.experts import ExpertBackend, Runtime
-    from torchweft.experts.client import Connections, GrpcTransport, RemoteExpert, create_remote_experts
+    from torchweft.experts.client import Connections, GrpcTransport, RemoteExpert, create_remote_experts, gather
     from torchweft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
     from torchweft.experts.server import Server
     from torchweft.pipeline import DeferredBatchNorm, Pipe, balance_by_parameters, balance_by_size, balance_by_time
@@ -43,7 +43,9 @@ else:
             "torchweft.core.spec": ("TensorSpec",),
             "torchweft.core.version": ("__version__",),
             "torchweft.experts": ("ExpertBackend", "Runtime"),
-            "torchweft.experts.client": ("Connections", "GrpcTransport", "RemoteExpert", "create_remote_experts"),
+            "torchweft.experts.client": (
+                *("Connections", "GrpcTransport", "RemoteExpert", "create_remote_experts", "gather"),
+            ),
             "torchweft.experts.mixture": ("RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"),
             "torchweft.experts.server": ("Server",),
             "torchweft.pipeline": (
@@ -68,6 +70,6 @@ __all__ = [
     "Namespace", "NoChunk", "Pipe", "Recorder", "Recurrent", "RemoteExpert", "RemoteMixtureOfExperts",
     "RemoteSwitchMixtureOfExperts", "Runtime", "Schedule", "Server", "Stack", "TensorSpec", "WeftError", "Window",
     "balance_by_parameters", "balance_by_size", "balance_by_time", "build_on_meta", "checkpoint", "clip_grad_norm_",
-    "compat", "create_remote_experts", "errors", "experts", "is_checkpointing", "is_recomputing", "pipeline", "pop",
-    "recurrent", "recurrent_net", "report", "skippable", "stash", "verify_skippables",
+    "compat", "create_remote_experts", "errors", "experts", "gather", "is_checkpointing", "is_recomputing", "pipeline",
+    "pop", "recurrent", "recurrent_net", "report", "skippable", "stash", "verify_skippables",
 ]  # fmt: skip

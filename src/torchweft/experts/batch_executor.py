@@ -14,6 +14,7 @@ expert. A failed batch can therefore be split, and only the tasks that cause the
 Running every task alone would also isolate faults, but a step costs more than most batches. The order of an update:
 
     backward    permit ── buffers ── optimizer step, or term of a mini-batch's sum ── idempotency keys
+    prepare     permit ── sum kept for its commit
     commit      permit ── sum closed ── optimizer step ── keys of its terms ── own key
 """
 
@@ -329,6 +330,11 @@ class WeightUpdates:
                 self.graphs.void_graphs()
         self.weights.after_step(self.stepper.steps)
 
+    def prepare(self, owner: Owner, results: list[Results]) -> list[Results]:
+        self.check_permit()
+        self.mini_batches.prepare(owner)
+        return results
+
     def commit(
         self, tasks: Sequence[Task], accumulator: GradientAccumulator, results: list[Results], copies: KeyedResults
     ) -> list[Results]:
@@ -421,7 +427,10 @@ class BatchExecutor:
             return answers
 
     def commit(self, tasks: Sequence[Task]) -> list[Answer]:
-        """One optimizer step with the sum of a mini-batch. The answer is the number of steps, int64 of shape (1,)."""
+        """One optimizer step with the sum of a mini-batch. The answer is the number of steps, int64 of shape (1,).
+
+        Tasks without a key only prepare it: the sum is checked, and kept for its commit.
+        """
         with self.lock:
             self.updates.drop_expired_sums()
             answers = self._answer_tasks(tasks, self._try_commit)
@@ -540,9 +549,16 @@ class BatchExecutor:
         return BackwardUpdate(updates, tasks, results, trained, totals, shared, after, copies).apply
 
     def _try_commit(self, tasks: Sequence[Task]) -> Apply:
-        accumulator = self.mini_batches[tasks[0].owner]
+        owner = tasks[0].owner
+        prepares = all(task.key is None for task in tasks)
+        applied = self.updates.idempotency.step_of("commit", *owner) if prepares else None
+        if applied is not None:  # a repetition after the commit
+            return lambda: [[torch.tensor([applied], device="cpu")] for _ in tasks]
+        accumulator = self.mini_batches[owner]
         self._guards.check_parameters([total for total in accumulator.total.totals if total is not None])
         results = [[torch.tensor([self.stepper.steps + 1], device="cpu")] for _ in tasks]
+        if prepares:
+            return partial(self.updates.prepare, owner, results)
         return partial(self.updates.commit, tasks, accumulator, results, copy_keyed_results(tasks, results))
 
     def _raise_output_faults(self, tasks: Sequence[Task]) -> None:

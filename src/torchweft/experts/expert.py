@@ -182,6 +182,24 @@ class ExpertBackend:
             deadline=deadline, client=client, key=mini_batch, mini_batch=mini_batch, principal=principal
         )
 
+    def prepare(
+        self, mini_batch: str, *, client: str | None = None, deadline: float | None = None, principal: str | None = None
+    ) -> "Future[Results]":
+        """Check the sum of this mini-batch as `commit` does, and keep it for its commit. It takes no more gradients.
+
+        The future gets the number of steps after the commit. Can be repeated. Raises as `commit`.
+        """
+        if self.optimizer is None:
+            raise UsageError(f"expert {self.name!r} has no optimizer, so there is nothing to commit; give it one")
+        # Without a key, because the key of the commit is the name of the mini-batch.
+        return self.commit_pool.submit_task(
+            deadline=deadline, client=client, mini_batch=mini_batch, principal=principal
+        )
+
+    def is_prepared(self, client: str | None, mini_batch: str) -> bool:
+        # For any thread.
+        return self.executor.mini_batches.is_prepared((client, mini_batch))
+
     def discard(self, mini_batch: str, *, client: str | None = None, principal: str | None = None) -> None:
         """Drop the sum of this client and mini-batch before the next batch. The name must not be used again."""
         owner, sums = (client, mini_batch), self.executor.mini_batches

@@ -212,10 +212,15 @@ class GradientAccumulator:
     principal: str | None
     touched: float = 0.0
     stream: CallerStream | None = None
+    is_prepared: bool = False  # by the first phase of a commit
 
     def add(self, gradients: Sequence[Tensor | None], now: float, stream: CallerStream | None) -> None:
         self.total.add(gradients)
         self.touched, self.stream = now, stream
+
+    def prepare(self, now: float) -> None:
+        # Without its stream: the caller can reconnect before it commits, and other experts can have stepped by then.
+        self.touched, self.stream, self.is_prepared = now, None, True
 
     def is_expired(self, now: float, options: AccumulationOptions) -> bool:
         ended_at = None if self.stream is None else self.stream.ended_at
@@ -240,6 +245,8 @@ class GradientAccumulators(dict[Owner, GradientAccumulator]):
     def check_room(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `OverloadError`, `QuotaError` or `CommitError` if gradients of these parameters cannot be added."""
         if owner in self:
+            if self[owner].is_prepared:
+                raise CommitError(f"mini-batch {owner[1]!r} is being committed, and takes no more gradients")
             # By identity: parameters compare element by element.
             if [*map(id, self[owner].parameters)] != [*map(id, parameters)]:
                 raise CommitError(f"layers were frozen or unfrozen in mini-batch {owner[1]!r}; start a new one")
@@ -260,6 +267,13 @@ class GradientAccumulators(dict[Owner, GradientAccumulator]):
     def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         new = GradientAccumulator(list(parameters), GradientSum(len(parameters)), task.principal)
         self.setdefault(task.owner, new).add(gradients, self._clock(), task.stream)
+
+    def prepare(self, owner: Owner) -> None:
+        self[owner].prepare(self._clock())
+
+    def is_prepared(self, owner: Owner) -> bool:
+        one = self.get(owner)
+        return one is not None and one.is_prepared
 
     def __missing__(self, owner: Owner) -> GradientAccumulator:
         raise CommitError(

@@ -387,7 +387,7 @@ def test_first_call_and_its_info_request_share_a_deadline(fake: FakeTransport, m
         monkeypatch,
         "torchweft.experts.client.remote",
         "torchweft.experts.client.stub",
-        "torchweft.experts.client.retry",
+        "torchweft.experts.client.calls",
     )
     slow = DelayedInfo(fake, clock)
     remote = RemoteExpert("fussy", slow, timeout=10.0)

@@ -1,6 +1,7 @@
 """Retry policy, and the caller that keeps all attempts of a call within one deadline."""
 
 import re
+import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.experts.concurrency import wait_until
 from torchweft.core.errors import SpecError, UsageError
-from torchweft.experts.client.retry import NEVER, FixedResolver, Retry, RetryingCaller
-from torchweft.experts.client.transport import TransportStatistics
+from torchweft.experts.client.calls import RetryingCaller
+from torchweft.experts.client.retry import NEVER, Retry
+from torchweft.experts.client.transport import FixedResolver, TransportStatistics
 from torchweft.experts.errors import (
     DeadlineError,
     DrainingError,
@@ -90,11 +92,11 @@ def test_retries_end_at_the_deadline_or_the_attempt_limit(error: Exception) -> N
 
 
 class SlowPauses(threading.Event):
-    """Event that advances its own clock by one second per wait, and not otherwise."""
+    """Event that advances its own clock by one second whenever it is read before an attempt, except the first."""
 
-    now = 0.0
+    now = -1.0
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def is_set(self) -> bool:
         self.now += 1.0
         return False
 
@@ -102,7 +104,7 @@ class SlowPauses(threading.Event):
 @pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
 def test_pause_beyond_the_deadline_keeps_the_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowPauses()
-    monkeypatch.setattr("torchweft.experts.client.retry.time", SimpleNamespace(monotonic=lambda: slow.now))
+    monkeypatch.setattr("torchweft.experts.client.calls.time", SimpleNamespace(monotonic=lambda: max(0.0, slow.now)))
     caller = RetryingCaller(FixedResolver(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)
     with pytest.raises(type(error), match="x") as caught:
         caller.call(CALL, 0.5)
@@ -147,17 +149,15 @@ def test_possibly_executed_attempt_is_not_hidden(sure: Exception) -> None:
         make_caller(Scripted(LostError("first"), SpecError("y"))).call(CALL, 5.0)
 
 
-class Interrupted(Future[Received]):
-    def result(self, timeout: float | None = None) -> Received:
-        raise KeyboardInterrupt
-
-
 def test_interrupt_cancels_the_call() -> None:
-    future = Interrupted()
+    future: Future[Received] = Future()
     transport = Scripted()
     transport.submit = lambda call, timeout: future  # type: ignore[method-assign]
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    timer.start()
     with pytest.raises(KeyboardInterrupt):
-        make_caller(transport).call(CALL, 5.0)
+        make_caller(transport).call(CALL, 60.0)
+    timer.join()
     assert future.cancelled()
 
 

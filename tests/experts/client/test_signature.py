@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, rows, seeded
 from torchweft.core.errors import SpecError
 from torchweft.experts import ExpertBackend
-from torchweft.experts.client.remote_function import RemoteFunction
+from torchweft.experts.client.calls import Steps
+from torchweft.experts.client.remote_function import ExpertCall, RemoteFunction
 from torchweft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
 from torchweft.experts.errors import MalformedError
 from torchweft.experts.wire import Call, Header, Kind, Received, decode, encode
@@ -84,15 +85,20 @@ def test_missing_output_gradient_is_sent_as_zeros() -> None:
     class Fake(ExpertStub):
         def __init__(self) -> None: ...
 
-        def forward(self, inputs: Sequence[Tensor], key: IdempotencyKey, deadline: float) -> list[Tensor]:
+        def forward(self, inputs: Sequence[Tensor], key: IdempotencyKey, deadline: float) -> Steps[list[Tensor]]:
+            yield []
             return outputs
 
-        def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: IdempotencyKey) -> list[Tensor]:
+        def backward(
+            self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: IdempotencyKey
+        ) -> Steps[list[Tensor]]:
+            yield []
             sent.extend(gradients)
             return list(inputs)
 
     inputs = [torch.empty(0) for _ in NESTED.inputs.names]
-    function = RemoteFunction(Fake(), NESTED, inputs, torch.empty(0), IdempotencyKey(), 0.0)
+    call = ExpertCall(Fake(), NESTED, inputs, torch.empty(0, requires_grad=True), IdempotencyKey(), 0.0)
+    function = RemoteFunction([call], [call.anchor])
     assert function.forward() == (outputs, NESTED.tracked)
     assert function.backward([None, rows(3, 0), None], retain=False)[-1] is not None, "the gradient of the anchor"
     assert torch.equal(sent[0], torch.zeros_like(outputs[0])) and torch.equal(sent[1], rows(3, 0))

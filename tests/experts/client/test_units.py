@@ -10,10 +10,11 @@ from tests.experts.concurrency import in_threads, wait_until
 from tests.experts.expert_cases import rows
 from torchweft.core.errors import UsageError
 from torchweft.experts.client import Connections, commit, discard
+from torchweft.experts.client.calls import RetryingCaller, run_steps
 from torchweft.experts.client.remote_function import RecomputeCache, RemoteLayer
-from torchweft.experts.client.retry import DirectoryResolver, FixedResolver, RetryingCaller
 from torchweft.experts.client.stream import PendingCalls
 from torchweft.experts.client.stub import CallOptions, ExpertStub, PendingCommit
+from torchweft.experts.client.transport import DirectoryResolver, FixedResolver
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.errors import CommitError, DeadlineError, LostError, NotOwnerError, UnreachableError
 
@@ -99,7 +100,7 @@ def test_late_gradient_does_not_reach_the_next_mini_batch() -> None:
     old.record_failure(ValueError("late"))
     stub.discard(mini_batch=old)  # stale too
     next_ = stub.mini_batch
-    assert next_ is not old and next_.name != old.name and not stub.commit() and stub.mini_batch is next_
+    assert next_ is not old and next_.name != old.name and not run_steps(stub.commit()) and stub.mini_batch is next_
 
 
 @pytest.fixture

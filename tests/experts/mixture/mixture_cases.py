@@ -105,7 +105,7 @@ class Servers:
         return describe({**description, **schemas}, None, 1)
 
     def _work(self, header: Header, tensors: Sequence[Tensor]) -> Answer:
-        if header.kind is Kind.COMMIT:
+        if header.kind in (Kind.PREPARE, Kind.COMMIT):
             return []
         count = len(flatten(self._sample)[0])
         inputs = [x.requires_grad_(x.is_floating_point()) for x in tensors[:count]]

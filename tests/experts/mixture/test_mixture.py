@@ -225,7 +225,7 @@ def test_waits_end_at_the_timeout(world: World) -> None:
 
 
 def test_description_shares_the_deadline_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = [f"torchweft.experts.mixture.{name}" for name in ("mixture", "fanout")]
+    modules = [f"torchweft.experts.{name}" for name in ("mixture.mixture", "mixture.fanout", "client.calls")]
     clock = FakeClock().install(monkeypatch, *modules)
 
     def slowly(header: Header, answer: list[Tensor]) -> list[Tensor]:

@@ -1,13 +1,16 @@
 """The client: experts of other processes and machines as layers.
 
-remote.py   RemoteExpert; many at once         remote_function.py  a call as an autograd node; anchor; recompute cache
-stub.py     signature, requests, progress      transport.py        over gRPC, or in process; Connections of one client
-retry.py    resolvers, deadlines, retries      stream.py           gRPC's stream, calls in flight
-status.py   ``torchweft status``
+remote.py   RemoteExpert, gather, many at once  remote_function.py  calls as an autograd node; anchor; recompute cache
+stub.py     signature, requests, progress       transport.py        over gRPC, or in process; Connections, resolvers
+calls.py    the machine that drives all calls   stream.py           gRPC's stream, calls in flight
+futures.py  submit, await                       retry.py            rule for retries
+commit.py   of several experts, in two phases   status.py           ``torchweft status``
 """
 
 from torchweft.experts import extras as extras  # reports missing packages
-from torchweft.experts.client.remote import RemoteExpert, commit, create_remote_experts, discard
+from torchweft.experts.client.commit import commit, discard
+from torchweft.experts.client.futures import ExpertFuture
+from torchweft.experts.client.remote import RemoteExpert, create_remote_experts, gather
 from torchweft.experts.client.retry import NEVER, Retry
 from torchweft.experts.client.transport import (
     Connections,
@@ -23,6 +26,7 @@ __all__ = [
     "NEVER",
     "ClientTls",
     "Connections",
+    "ExpertFuture",
     "GrpcTransport",
     "LocalTransport",
     "RemoteExpert",
@@ -33,4 +37,5 @@ __all__ = [
     "commit",
     "create_remote_experts",
     "discard",
+    "gather",
 ]

@@ -13,20 +13,35 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchweft.core.autograd import apply_as_node, graph_break
 from torchweft.core.context import is_checkpointing, is_recomputing
-from torchweft.core.errors import UsageError, escape
+from torchweft.core.errors import UsageError, WeftError, escape
 from torchweft.core.validation import Validator, uid_fault
 from torchweft.experts.address import address_fault
-from torchweft.experts.client.remote_function import RecomputeCache, RemoteFunction, RemoteLayer, reject_tangents
-from torchweft.experts.client.retry import DirectoryResolver, FixedResolver, Retry, RetryingCaller
-from torchweft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey
-from torchweft.experts.client.transport import Connections, GrpcTransport, Transport, fixed_faults
+from torchweft.experts.client.calls import RetryingCaller, Steps, run_all, run_steps
+from torchweft.experts.client.futures import ExpertFuture, submit
+from torchweft.experts.client.remote_function import (
+    ExpertCall,
+    RecomputeCache,
+    RemoteFunction,
+    RemoteLayer,
+    reject_tangents,
+)
+from torchweft.experts.client.retry import Retry
+from torchweft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey, Signature
+from torchweft.experts.client.transport import (
+    Connections,
+    DirectoryResolver,
+    FixedResolver,
+    GrpcTransport,
+    Transport,
+    fixed_faults,
+)
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery import Directory
 from torchweft.experts.fork_guard import finalizer
@@ -106,34 +121,74 @@ class RemoteExpert(RemoteLayer):
         return graph_break(self._forward, args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stub = self._stub
+        call, inputs = self.begin_call(args, kwargs, time.monotonic() + self._options.timeout)
+        if is_checkpointing():
+            outputs = run_steps(call.forward())
+            self.keep_for_recomputation(call, outputs)
+        elif call.is_tracked:
+            # The anchor comes last, so that the gradients of the inputs have the places of the inputs.
+            outputs = list(apply_as_node(RemoteFunction([call], [call.anchor]), [*inputs, call.anchor]))
+        else:
+            outputs = run_steps(call.forward())
+        return call.signature.outputs.pack(outputs)
+
+    def submit(self, *args: Any, **kwargs: Any) -> ExpertFuture[Any]:
+        """Call the expert without waiting, and without a gradient. Its result comes as a future.
+
+        The tensors must not be modified before the future is done. Callbacks of the future must not wait. A future that
+        is cancelled while the server works cannot stop the server. The first call waits for the expert's description.
+        Raises ``SpecError`` for arguments that do not fit.
+        """
         deadline = time.monotonic() + self._options.timeout
-        signature = stub.signature(deadline)
+        return self._submit(self._stub.known_signature(deadline), args, kwargs, deadline)
+
+    async def acall(self, *args: Any, **kwargs: Any) -> Any:
+        """`submit` in asyncio: returns the result, without a gradient. Cancelling the task cancels the call."""
+        deadline = time.monotonic() + self._options.timeout
+        signature = self._stub.loaded or await submit(self._stub.signature(deadline))
+        return await self._submit(signature, args, kwargs, deadline)
+
+    def _submit(
+        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], deadline: float
+    ) -> ExpertFuture[Any]:
+        inputs = [tensor.detach() for tensor in signature.flatten_call(args, kwargs)]
+        key = IdempotencyKey(evaluation=not self.training)
+
+        def steps() -> Steps[Any]:
+            return signature.outputs.pack((yield from self._stub.forward(inputs, key, deadline)))
+
+        return submit(steps())
+
+    def begin_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], deadline: float
+    ) -> tuple[ExpertCall, list[Tensor]]:
+        """The call with these arguments, and its inputs. Its key is new, or that of the forward that it recomputes."""
+        signature = self._stub.known_signature(deadline)
         inputs = signature.flatten_call(args, kwargs)
         reject_tangents(f"expert {self.uid!r}", inputs)
         key, cached = IdempotencyKey(evaluation=not self.training), None
         if is_recomputing():
             # With the key of the original forward, so that the server draws the same random numbers in backward.
             key, cached = self._cache.pop_match(inputs) or (key, None)
-        elif is_checkpointing():
-            outputs = stub.forward(inputs, key, deadline)
-            # Clones, because the caller can modify the outputs in place before the recomputation reads these.
-            self._cache.store(inputs, (key, [tensor.detach().clone() for tensor in outputs]))
-            return signature.outputs.pack(outputs)
-        # The anchor comes last, so that the gradients of the inputs have the places of the inputs.
-        leaves = [*inputs, self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves):
-            if cached is None and self._options.keep_graph:
-                key.request_graph()
-            function = RemoteFunction(stub, signature, inputs, self.anchor, key, deadline, cached)
-            outputs = list(apply_as_node(function, leaves))
+        if is_checkpointing():
+            anchor = self.anchor
         else:
-            outputs = stub.forward(inputs, key, deadline) if cached is None else cached
-        return signature.outputs.pack(outputs)
+            anchor = self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)
+        call = ExpertCall(self._stub, signature, inputs, anchor, key, deadline, cached)
+        if call.is_tracked and cached is None and self._options.keep_graph and not is_checkpointing():
+            key.request_graph()
+        return call, inputs
+
+    def keep_for_recomputation(self, call: ExpertCall, outputs: Sequence[Tensor]) -> None:
+        # Clones, because the caller can modify the outputs in place before the recomputation reads these.
+        self._cache.store(call.inputs, (call.key, [tensor.detach().clone() for tensor in outputs]))
+
+    def load_signature(self, deadline: float) -> Steps[Signature]:
+        return self._stub.signature(deadline)
 
     def describe(self) -> Description:
         """The server's current description of the expert: schemas, steps, durable steps."""
-        return self._stub.describe()
+        return run_steps(self._stub.describe(self._options.timeout))
 
     @property
     def steps(self) -> int | None:
@@ -151,6 +206,10 @@ class RemoteExpert(RemoteLayer):
         return self._stub.progress.steps_lost
 
     @property
+    def timeout(self) -> float:
+        return self._options.timeout
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients wait for `commit`."""
         return self._options.accumulate
@@ -163,6 +222,13 @@ class RemoteExpert(RemoteLayer):
         """
         if not self._options.accumulate:
             raise UsageError(f"expert {self.uid!r} steps at every backward: to commit, make it with accumulate=True")
+        return run_steps(self.commit_steps())
+
+    def prepare_steps(self) -> Steps[bool]:
+        """The first phase of a commit with other experts, see `weft.experts.client.commit`."""
+        return self._stub.prepare()
+
+    def commit_steps(self) -> Steps[bool]:
         return self._stub.commit()
 
     def discard(self) -> None:
@@ -215,6 +281,78 @@ class RemoteExpert(RemoteLayer):
         self._cache = RecomputeCache[tuple[IdempotencyKey, list[Tensor]]]()
         # Bound to the stub, not to this module: a graph with a pending backward holds the stub and needs it to work.
         self._finalizer = finalizer(self._stub, _close, caller, separate)
+
+
+Entry = tuple[RemoteExpert, tuple[Any, ...], dict[str, Any]]  # an expert with the arguments of one call
+
+
+def call_experts(entries: Sequence[Entry], settle: bool = False) -> list[Any]:
+    """Call experts, all at once, as one autograd node. ``settle``: an error takes the place of its result."""
+    now = time.monotonic()
+    if len(entries) > 1:
+        # All descriptions at once. Errors come again from the calls below, which name their call.
+        new = dict.fromkeys(remote for remote, _, _ in entries)
+        run_all([remote.load_signature(now + remote.timeout) for remote in new], settle=True)
+    calls, leaves = list[ExpertCall](), list[Tensor]()
+    for number, (remote, args, kwargs) in enumerate(entries):
+        try:
+            call, inputs = remote.begin_call(args, kwargs, now + remote.timeout)
+            calls.append(call)
+            leaves += inputs
+        except WeftError as error:
+            if len(entries) > 1:
+                error.add_note(f"in call {number} of {len(entries)}: expert {remote.uid!r}")
+            raise
+    # Each anchor once. They come last, so that the gradients of the inputs have the places of the inputs.
+    anchors = list(dict.fromkeys(call.anchor for call in calls))
+    function = RemoteFunction(calls, anchors, settle)
+    if not is_checkpointing() and any(call.is_tracked for call in calls):
+        flat = iter(apply_as_node(function, [*leaves, *anchors]))
+    else:
+        flat = iter(function.forward()[0])
+    results = [[next(flat) for _ in range(count)] if isinstance(count, int) else count for count in function.counts]
+    for (remote, _, _), call, outputs in zip(entries, calls, results, strict=True):
+        if is_checkpointing() and isinstance(outputs, list):
+            remote.keep_for_recomputation(call, outputs)
+    packed = zip(calls, results, strict=True)
+    return [call.signature.outputs.pack(y) if isinstance(y, list) else y for call, y in packed]
+
+
+def gather(calls: Iterable[Any], *, return_exceptions: bool = False) -> list[Any]:
+    """Call experts, all at once, and return their results in order. Works with autograd, and inside a stage of a Pipe.
+
+    All forwards are under way at once, and so are all backwards: different experts, or one expert many times.
+
+    Args:
+        calls: for each call a tuple of the expert and its arguments, or ``partial(expert, *args, **kwargs)``.
+        return_exceptions: as in `asyncio.gather`: a failed call has its error in place of a result. Otherwise the first
+            error is raised, with a note that names its call, and the other calls are cancelled.
+
+    A backward waits for all calls, and raises the first error then: the other experts have stepped.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
+        ...     with weft.RemoteExpert("ffn.0", server.address) as remote:
+        ...         [y.shape for y in weft.gather([(remote, torch.randn(1, 8)) for _ in range(3)])]
+        [torch.Size([1, 8]), torch.Size([1, 8]), torch.Size([1, 8])]
+    """
+    entries: list[Entry] = []
+    with Validator("invalid calls of weft.gather") as check:
+        for number, call in enumerate(calls):
+            if isinstance(call, partial):
+                bound = cast("partial[Any]", call)
+                remote, args, kwargs = bound.func, bound.args, bound.keywords
+            else:
+                parts = cast("tuple[Any, ...]", call) if isinstance(call, tuple) else (call,)
+                (remote, *rest), kwargs = parts or (None,), dict[str, Any]()
+                args = tuple(rest)
+            if isinstance(remote, RemoteExpert):
+                entries.append((remote, args, kwargs))
+            else:  # built here only, because the text of a tensor takes milliseconds
+                check.add(f"call {number} is {call!r}, wanted (expert, *arguments) or partial(expert, *arguments)")
+        check.boolean("return_exceptions", return_exceptions)
+    return graph_break(call_experts, entries, return_exceptions) if entries else []
 
 
 _DEFAULTS = {
@@ -297,42 +435,3 @@ def create_remote_experts(
         text = f"none of the experts {wanted} is listed in the directory, which lists {listed or 'no expert at all'}"
         warnings.warn(f"{text}; check their names, or start a server of them", stacklevel=2)
     return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in names]
-
-
-def commit(module: nn.Module) -> dict[str, bool]:
-    """Commit every accumulating remote expert and mixture inside ``module``. Returns by uid whether it stepped.
-
-    Call it together with the step of the local optimizer. Raises as `RemoteExpert.commit`; layers before the failed one
-    have stepped. After a `CommitError`, `discard` begins a new mini-batch.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
-        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows)
-        >>> with weft.Server([expert]) as server, weft.RemoteExpert("ffn.0", server.address, accumulate=True) as remote:
-        ...     remote(torch.randn(2, 8)).sum().backward()
-        ...     weft.experts.client.commit(remote)
-        {'ffn.0': True}
-    """
-    results: dict[str, bool] = {}
-    for layer in _accumulating_layers(module):
-        result = layer.commit()
-        for uid, stepped in ({layer.uid: result} if isinstance(layer, RemoteExpert) else result).items():
-            results[uid] = stepped or results.get(uid, False)
-    return results
-
-
-def discard(module: nn.Module) -> None:
-    """Drop the gradients since the last commit, of every accumulating remote expert and mixture inside ``module``.
-
-    For a failed mini-batch, before it is run again or skipped. Until then, every `commit` fails.
-
-    Example:
-        >>> from torchweft.experts.client import discard
-        >>> discard(nn.Sequential(nn.Linear(8, 8)))  # has no remote experts, so nothing is dropped
-    """
-    for layer in _accumulating_layers(module):
-        layer.discard()
-
-
-def _accumulating_layers(module: nn.Module) -> list[RemoteLayer]:
-    return [layer for layer in module.modules() if isinstance(layer, RemoteLayer) and layer.accumulates]

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torchweft.core.autograd import has_tangent
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, InPlaceError, UsageError
 from torchweft.core.segment import version
+from torchweft.experts.client.calls import Steps, run_all
 from torchweft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
 
 ONLY_ONCE = (
@@ -34,6 +35,7 @@ ONLY_ONCE = (
 )  # The reason why a gradient of a gradient does not exist through an expert
 _ANCHOR = "anchor"
 _MOST = 256  # entries of a cache
+T = TypeVar("T")
 Value = TypeVar("Value")
 
 
@@ -53,6 +55,14 @@ class RemoteLayer(nn.Module):
     def commit(self) -> Any:
         raise NotImplementedError
 
+    # The two phases of `commit`, for a commit of several layers, see `weft.experts.client.commit`.
+
+    def prepare_commit(self) -> None:
+        """Raise if no step can be taken now."""
+
+    def apply_commit(self) -> Any:
+        return self.commit()
+
     def discard(self) -> None:
         raise NotImplementedError
 
@@ -65,14 +75,15 @@ class RemoteLayer(nn.Module):
 
     def anchor_for(self, subject: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
         """The anchor, detached if the call does not train the experts. ``subject`` begins the error."""
-        if trained and self.anchor.requires_grad:
-            return self.anchor
+        anchor = self.anchor
+        if trained and anchor.requires_grad:
+            return anchor
         if trained and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             raise UsageError(
                 f"{subject} frozen here (the anchor does not require a gradient), but the backward for the inputs "
                 "would step at the server; call it under no_grad, or unfreeze it"
             )
-        return self.anchor.detach()
+        return anchor.detach()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # Without the anchor: the servers save the experts, and the anchor is always zero.
@@ -98,8 +109,8 @@ class RemoteLayer(nn.Module):
 
 
 @dataclass(eq=False)
-class RemoteFunction:
-    """A `weft.core.autograd.CutFunction` of one call. ``deadline`` and ``cached`` outputs are those of the forward."""
+class ExpertCall:
+    """One call of one expert: its forward, and the backward that belongs to it. ``cached``: outputs of the forward."""
 
     stub: ExpertStub
     signature: Signature
@@ -110,44 +121,113 @@ class RemoteFunction:
     cached: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self._needs_gradient = [tensor.requires_grad for tensor in self.inputs]
-        # Detached tensors hold no graph, but share the version counters, by which `backward` detects modifications.
-        self.inputs = [tensor.detach() for tensor in self.inputs]
-        self._versions = [version(tensor) for tensor in self.inputs]
         self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._freed = False
+        self._needs_gradient = [tensor.requires_grad for tensor in self.inputs]
+        self.is_tracked = torch.is_grad_enabled() and (self.anchor.requires_grad or any(self._needs_gradient))
+        if self.is_tracked:
+            # Detached tensors hold no graph, but share the version counters, by which `backward` detects modifications.
+            self.inputs = [tensor.detach() for tensor in self.inputs]
+            self._versions = [version(tensor) for tensor in self.inputs]
 
-    def forward(self) -> tuple[list[Tensor], list[bool]]:
-        cached, self.cached = self.cached, None
-        outputs = self.stub.forward(self.inputs, self.key, self.deadline) if cached is None else cached
-        self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
-        return outputs, self.signature.tracked
+    def forward(self) -> Steps[list[Tensor]]:
+        outputs, self.cached = self.cached, None
+        if outputs is None:
+            outputs = yield from self.stub.forward(self.inputs, self.key, self.deadline)
+        if self.is_tracked:
+            self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
+        return outputs
 
-    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
-        if self._freed:
-            raise BackwardTwiceError(BACKWARD_TWICE)
+    def check_unchanged(self) -> None:
         names = zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
         if changed := [name for name, tensor, before in names if version(tensor) != before]:
             raise InPlaceError(
                 f"{', '.join(changed)} of expert {self.signature.name!r} was written to after the call, but its "
                 "backward needs it unchanged; pass a copy to the expert, or write into a copy"
             )
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Steps[list[Tensor | None]]:
+        """One gradient for each input, None for those that need none."""
         # A new key for the next backward of a retained graph: under the same key it would count as a retry.
         key, self.key = self.key, self.key.next_backward()
         output_gradients = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(gradients, self._outputs, strict=True)
         ]
-        input_gradients = self.stub.backward(self.inputs, output_gradients, key)
+        input_gradients = yield from self.stub.backward(self.inputs, output_gradients, key)
+        needed = zip(input_gradients, self._needs_gradient, strict=True)
+        return [gradient if is_needed else None for gradient, is_needed in needed]
+
+
+class RemoteFunction:
+    """A `weft.core.autograd.CutFunction` of calls that are under way at once. Their anchors come last."""
+
+    # ``counts``: after `forward`, the number of flat outputs of each call, or its error if ``settle``. The outputs
+    # themselves refer to the node of this function, and keeping them here would be a cycle.
+    def __init__(self, calls: Sequence[ExpertCall], anchors: Sequence[Tensor], settle: bool = False) -> None:
+        self.calls, self.settle = calls, settle
+        self.counts: list[int | BaseException] = []
+        self._anchors = anchors
+        self._freed = False
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        results = run_calls([call.forward() for call in self.calls], self.calls, self.settle)
+        self.counts = [result if isinstance(result, BaseException) else len(result) for result in results]
+        answered = [call for call, count in zip(self.calls, self.counts, strict=True) if isinstance(count, int)]
+        tracked = [is_tracked and call.is_tracked for call in answered for is_tracked in call.signature.tracked]
+        return [output for outputs in results if not isinstance(outputs, BaseException) for output in outputs], tracked
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
+        if self._freed:
+            raise BackwardTwiceError(BACKWARD_TWICE)
+        steps: dict[ExpertCall, Steps[list[Tensor | None]]] = {}
+        rest = list(gradients)
+        for call, count in zip(self.calls, self.counts, strict=True):
+            if isinstance(count, int):
+                own, rest = rest[:count], rest[count:]
+                # As in plain autograd, a call whose outputs got no gradient has no backward, and its expert no step.
+                if any(gradient is not None for gradient in own):
+                    steps[call] = call.backward(own)
+        for call in steps:  # before the first expert steps
+            call.check_unchanged()
+        results = cast("list[list[Tensor | None]]", run_calls([*steps.values()], [*steps], None))
+        found = dict(zip(steps, results, strict=True))
+        input_gradients = [found[call] if call in found else [None] * len(call.inputs) for call in self.calls]
         if not retain:
             self._freed = True
-            self.inputs = []
-        needed = zip(input_gradients, self._needs_gradient, strict=True)
-        return [*(gradient if is_needed else None for gradient, is_needed in needed), torch.zeros_like(self.anchor)]
+            for call in self.calls:
+                call.inputs = []
+        flat = [gradient for call_gradients in input_gradients for gradient in call_gradients]
+        return [*flat, *map(torch.zeros_like, self._anchors)]
 
     @property
     def only_once(self) -> str:
-        return f"expert {self.signature.name!r} {ONLY_ONCE}"
+        return f"expert {', '.join(dict.fromkeys(repr(call.signature.name) for call in self.calls))} {ONLY_ONCE}"
+
+
+def run_calls(
+    operations: Sequence[Steps[T]], calls: Sequence[ExpertCall], settle: bool | None
+) -> list[T | BaseException]:
+    """Run the operations of these calls at once. Errors name their call if there are several.
+
+    ``settle``: return errors in place of results. None: wait for all as well, and raise the first error then.
+    """
+    runs = run_all(operations, settle=settle is not False)
+    results: list[Any] = []
+    first: BaseException | None = None
+    error = run = None
+    for number, (run, call) in enumerate(zip(runs, calls, strict=True)):
+        error, run.error = run.error, None
+        if error is not None and len(calls) > 1:
+            error.add_note(f"in call {number} of {len(calls)}: expert {call.stub.uid!r}")
+        first = first or error
+        results.append(run.value if error is None else error)
+    if first is not None and not settle:
+        results.clear()
+        try:
+            raise first
+        finally:
+            del first, error, run, runs  # the traceback holds this frame: a cycle
+    return results
 
 
 class RecomputeCache(Generic[Value]):

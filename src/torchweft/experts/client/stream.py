@@ -32,8 +32,8 @@ from torchweft.experts.wire import Call, Kind, Limits, Received, decode, encode_
 from torchweft.experts.wire.service import COALESCED, FRAME_BYTES
 
 OPENING = 10.0  # Longest wait, in seconds, for a server's metadata. After it, calls are retried on another stream.
-TICK = 0.02  # Longest delay, in seconds, until an exceeded deadline is noticed
-_IDLE = 50  # ticks without calls after which the clock ends
+TICK = 0.05  # Longest delay, in seconds, until an exceeded deadline is noticed
+_IDLE = 20  # ticks without calls after which the clock ends
 _JOIN = 5.0
 _grpc = cast("Any", grpc)
 Start = Callable[[Iterator[bytes]], Any]  # Starts a gRPC call that sends the items of the iterator
@@ -58,7 +58,8 @@ class PendingCall:
 
     def numbered_call(self) -> Call:
         left = max(0, int((self.deadline - time.monotonic()) * 1000))
-        return self.call._replace(header=self.call.header._replace(call_id=self.number, deadline_ms=left))
+        header, tensors, compressions = self.call
+        return Call(header._replace(call_id=self.number, deadline_ms=left), tensors, compressions)
 
     def begin_send(self) -> bool:
         # Set before the bytes leave: if the connection fails in between, "may have been executed" is the safe answer.
@@ -102,8 +103,11 @@ class PendingCalls:
         # The call can have ended before, e.g. at its deadline. The thread that removes the entry completes the future.
         with self._lock:
             entry = self._entries.pop(number, None)
-        if entry is not None:
-            self._complete(entry, outcome)
+            if entry is None:
+                return
+            if not isinstance(outcome, Exception):
+                self._answered += 1
+        self._complete(entry, outcome)
 
     def fail_stream(self, stream: object, error: Callable[[bool], Exception]) -> None:
         """End every call of a stream. ``error`` builds the error from whether the call may have been sent."""
@@ -141,8 +145,6 @@ class PendingCalls:
                 self._failed[type(outcome).__name__] += 1
             entry.future.set_exception(outcome)
         else:
-            with self._lock:
-                self._answered += 1
             entry.future.set_result(outcome)
 
     def _run_clock(self) -> None:

@@ -1,4 +1,4 @@
-"""Client stub of one expert: description, forward, backward, commit and discard, each under one deadline.
+"""Client stub of one expert: the calls of description, forward, backward, commit and discard, under one deadline.
 
     forward    key ──> the server keeps graph and inputs if requested and within its budget, and reports it
     backward   key ──> kept: only the gradients are sent; if the server has evicted the inputs, the whole call
@@ -31,7 +31,8 @@ from torch import Tensor
 from torchweft.core.errors import SpecError, WeftError, join_faults
 from torchweft.core.pytree import difference, flatten, structure_paths
 from torchweft.experts import errors
-from torchweft.experts.client.retry import FixedResolver, RetryingCaller
+from torchweft.experts.client.calls import RemoteCall, RetryingCaller, Steps, run_steps
+from torchweft.experts.client.transport import FixedResolver
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery.fencing import number_of, replaced
 from torchweft.experts.schema import FlatSchema, NestedSchema, call_schema, output_schema
@@ -54,7 +55,7 @@ class CallOptions:
 
 
 class ExpertStub:
-    """The calls of one expert. Thread-safe."""
+    """The calls of one expert, as `Steps`. Thread-safe."""
 
     def __init__(self, uid: str, caller: RetryingCaller, options: CallOptions) -> None:
         self.uid, self.caller, self.options = uid, caller, options
@@ -62,64 +63,94 @@ class ExpertStub:
         self.mini_batch = PendingCommit(uid)
         self.progress = ExpertProgress(uid, caller.resolver)
         self._lock = threading.Lock()
-        self._signature: Signature | None = None
+        self.loaded: Signature | None = None
 
-    def describe(self, timeout: float | None = None) -> Description:
-        seconds = self.options.timeout if timeout is None else timeout
-        description = read_description(self.caller.call(self.requests.info(self.uid), seconds).header.data)
+    def describe(self, seconds: float) -> Steps[Description]:
+        call = RemoteCall(self.requests.info(self.uid), self.caller, time.monotonic() + seconds)
+        yield [call]
+        description = read_description(call.value.header.data)
         self.progress.update(description.steps, StepReceipt(description.durable, description.incarnation))
         return description
 
-    def signature(self, deadline: float) -> "Signature":
+    def signature(self, deadline: float) -> Steps["Signature"]:
         # Without a lock: two first calls at once both request the same description, and neither waits for the other.
-        if self._signature is None:
-            self._signature = Signature(self.describe(self._remaining_seconds(deadline)))
-        return self._signature
+        if self.loaded is None:
+            self.loaded = Signature((yield from self.describe(self._remaining_seconds(deadline))))
+        return self.loaded
 
-    def forward(self, inputs: Sequence[Tensor], key: "IdempotencyKey", deadline: float) -> list[Tensor]:
+    def known_signature(self, deadline: float) -> "Signature":
+        """The signature. Waits for its description at the first call."""
+        return self.loaded or run_steps(self.signature(deadline))
+
+    def forward(self, inputs: Sequence[Tensor], key: "IdempotencyKey", deadline: float) -> Steps[list[Tensor]]:
         """The flat outputs. Sends parts if there are more rows than the server accepts at a time."""
-        signature = self.signature(deadline)
+        signature = self.loaded or (yield from self.signature(deadline))
+        self._remaining_seconds(deadline)
+        if not inputs or inputs[0].shape[0] <= signature.max_batch_size:
+            call = self._forward_call(inputs, key, signature, deadline)
+            yield (call,)
+            return call.value
         parts = _split_rows(inputs, signature.max_batch_size)
-        keys = key.for_parts(len(parts)) if len(parts) > 1 else [key]
-        outputs: list[list[Tensor]] = []
-        for part, part_key in zip(parts, keys, strict=True):
-            answer = self._call_server(self.requests.forward(self.uid, part, part_key), deadline)
-            part_key.note_kept(answer.header.keep)
-            outputs.append(signature.read_outputs(answer, part[0].device))
-        return outputs[0] if len(parts) == 1 else [torch.cat(output) for output in zip(*outputs, strict=True)]
+        keys = key.for_parts(len(parts))
+        calls = [self._forward_call(*part, signature, deadline) for part in zip(parts, keys, strict=True)]
+        yield calls
+        return [torch.cat(rows) for rows in zip(*(call.value for call in calls), strict=True)]
 
-    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: "IdempotencyKey") -> list[Tensor]:
+    def backward(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: "IdempotencyKey"
+    ) -> Steps[list[Tensor]]:
         """One gradient per flat input. The expert steps once for this key, or adds to the mini-batch."""
         deadline = time.monotonic() + self.options.timeout
-        signature = self.signature(deadline)
+        signature = yield from self.signature(deadline)
         parts = _split_rows([*inputs, *gradients], signature.max_batch_size)
-        mini_batch = self.mini_batch if self.options.accumulate else None
-        if len(parts) == 1:
-            return self._backward(inputs, gradients, key, mini_batch, deadline)
-        # Parts that each step would change the weights between them. They accumulate in a mini-batch of this call
-        # instead, and its commit is the one step.
-        temporary = PendingCommit(self.uid) if signature.trained and mini_batch is None else None
+        mini_batch, temporary = self.mini_batch if self.options.accumulate else None, None
+        if len(parts) > 1 and signature.trained and mini_batch is None:
+            # Parts that each step would change the weights between them. They accumulate in a mini-batch of this call
+            # instead, and its commit is the one step.
+            mini_batch = temporary = PendingCommit(self.uid)
+        keys = key.for_parts(len(parts)) if len(parts) > 1 else [key]
         try:
-            part_gradients = [
-                self._backward(part[: len(inputs)], part[len(inputs) :], part_key, temporary or mini_batch, deadline)
-                for part, part_key in zip(parts, key.for_parts(len(parts)), strict=True)
-            ]
+            calls: list[RemoteCall] = []
+            for part, part_key in zip(parts, keys, strict=True):
+                call = self._backward_call(part, len(inputs), part_key, mini_batch, signature, deadline)
+                calls.append(call)
+                # One after another, so that the order of the terms of their sum is fixed, and with it its rounding.
+                yield [call]
             if temporary is not None:
-                self.commit(temporary, deadline)
-        except BaseException:
+                yield from self.commit(temporary, deadline)
+        except BaseException as error:
+            if mini_batch is not None:
+                mini_batch.record_failure(error)
             if temporary is not None:
                 self.discard(mini_batch=temporary)
             raise
-        return [torch.cat(rows) for rows in zip(*part_gradients, strict=True)]
+        if len(calls) == 1:
+            return calls[0].value
+        return [torch.cat(rows) for rows in zip(*(call.value for call in calls), strict=True)]
 
-    def commit(self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None) -> bool:
+    def prepare(self) -> Steps[bool]:
+        """The first phase of a commit with other experts: the server checks the sum, and keeps it for `commit`."""
+        mini_batch = self.mini_batch
+        incarnation = mini_batch.commit_incarnation()
+        if incarnation is None:
+            return False
+        request = self.requests.prepare(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
+        try:
+            yield [RemoteCall(request, self.caller, time.monotonic() + self.options.timeout, self.progress.accept)]
+        except (errors.CommitError, errors.GradientError) as error:  # the server does not hold the sum any more
+            mini_batch.record_failure(error)
+            raise
+        return True
+
+    def commit(self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None) -> Steps[bool]:
         mini_batch = mini_batch or self.mini_batch
         incarnation = mini_batch.commit_incarnation()
         if incarnation is None:
             return False
-        call = self.requests.commit(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
+        request = self.requests.commit(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
+        deadline = time.monotonic() + self.options.timeout if deadline is None else deadline
         try:
-            self._call_server(call, time.monotonic() + self.options.timeout if deadline is None else deadline)
+            yield [RemoteCall(request, self.caller, deadline, self.progress.accept)]
         except errors.CommitError as error:
             mini_batch.record_failure(error)
             raise
@@ -141,32 +172,39 @@ class ExpertStub:
             if self.mini_batch is mini_batch:
                 self.mini_batch = PendingCommit(self.uid)
 
-    def _backward(
+    def _forward_call(
+        self, inputs: Sequence[Tensor], key: "IdempotencyKey", signature: "Signature", deadline: float
+    ) -> RemoteCall:
+        def accept(answer: Received) -> list[Tensor]:
+            self.progress.accept(answer)
+            key.note_kept(answer.header.keep)
+            return signature.read_outputs(answer, inputs[0].device)
+
+        return RemoteCall(self.requests.forward(self.uid, inputs, key), self.caller, deadline, accept)
+
+    def _backward_call(
         self,
-        inputs: Sequence[Tensor],
-        gradients: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        count: int,
         key: "IdempotencyKey",
         mini_batch: "PendingCommit | None",
+        signature: "Signature",
         deadline: float,
-    ) -> list[Tensor]:
+    ) -> RemoteCall:
+        # ``tensors``: the inputs, ``count`` of them, and the gradients of the outputs.
+        inputs, gradients = tensors[:count], tensors[count:]
+
+        def accept(answer: Received) -> list[Tensor]:
+            self.progress.accept(answer)
+            if mini_batch is not None:
+                mini_batch.record_gradient(read_receipt(answer.header.data).incarnation)
+            # After `record_gradient`: the server has added the gradient, even if the answer is rejected here.
+            return signature.read_input_gradients(answer, inputs)
+
         name = "" if mini_batch is None else mini_batch.name
         token = self.caller.resolver.owner_token()
         call, complete_call = self.requests.backward(self.uid, inputs, gradients, key, name, token)
-        try:
-            try:
-                answer = self._call_server(call, deadline)
-            except errors.InputsGoneError:
-                answer = self._call_server(complete_call, deadline)
-        except BaseException as error:
-            if mini_batch is not None:
-                mini_batch.record_failure(error)
-            raise
-        if mini_batch is not None:
-            mini_batch.record_gradient(read_receipt(answer.header.data).incarnation)
-        return self.signature(deadline).read_input_gradients(answer, inputs)
-
-    def _call_server(self, call: Call, deadline: float) -> Received:
-        return self.caller.call(call, self._remaining_seconds(deadline), self.progress.accept)
+        return RemoteCall(call, self.caller, deadline, accept, complete_call if call is not complete_call else None)
 
     def _remaining_seconds(self, deadline: float) -> float:
         seconds = deadline - time.monotonic()
@@ -253,6 +291,10 @@ class RequestBuilder:
         compressions = self._choose("output_gradients", len(gradients))
         complete = Call(header, [*inputs, *gradients], [*self._choose("inputs", len(inputs)), *compressions])
         return (Call(header._replace(keep=True), gradients, compressions) if key.kept else complete), complete
+
+    def prepare(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
+        data = StepReceipt(None, incarnation, token).to_bytes()
+        return Call(self._header(Kind.PREPARE, uid=uid, mini_batch=mini_batch, data=data))
 
     def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
         data = StepReceipt(None, incarnation, token).to_bytes()

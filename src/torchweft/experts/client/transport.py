@@ -5,9 +5,10 @@
     GrpcTransport    one channel, one stream at a time, reopened after its end, e.g. because the server has restarted
     LocalTransport   encode ── decode ──> handler ── encode ── decode ──> future; the same frames without a network
     Connections      one transport per server, shared by all its experts, and the directory's snapshot
+    FixedResolver, DirectoryResolver    the server of one expert, for each attempt of a call
 
 Every future completes: with an answer, with an error of the server, with `LostError` or `UnreachableError` if the
-connection ends, with `DeadlineError` after the timeout, or at `close`. Retries belong to `weft.experts.client.retry`,
+connection ends, with `DeadlineError` after the timeout, or at `close`. Retries belong to `weft.experts.client.calls`,
 so that tests can replace the network by a transport of few lines. One protocol for real and fake transports is httpx's
 idea.
 """
@@ -24,12 +25,20 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import grpc
 
-from torchweft.core.errors import UsageError, WeftError
+from torchweft.core.errors import UsageError, WeftError, escape, join_faults
 from torchweft.core.validation import MAX_SECONDS, Validator, uid_fault
 from torchweft.experts.address import address_fault, parse_address
 from torchweft.experts.client.stream import PendingCalls, Stream
 from torchweft.experts.discovery import Directory, LocalDirectory, Snapshot, Watch
-from torchweft.experts.errors import CertificateError, DeadlineError, DrainingError, ForbiddenError, UnreachableError
+from torchweft.experts.errors import (
+    CertificateError,
+    DeadlineError,
+    DrainingError,
+    ForbiddenError,
+    LostError,
+    NotOwnerError,
+    UnreachableError,
+)
 from torchweft.experts.fork_guard import GrpcThreads, check_fork, finalizer
 from torchweft.experts.tls import (
     ClientTls,
@@ -60,6 +69,7 @@ _HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset", "before re
 _REJECTED = ("certificate_verify_failed", "hostname verification", "certificate signature failure", "bad_signature")
 _NOT_LISTENING = ("connection refused", "no route to host", "timed out", "timeout")
 _DIRECTORY_HINT = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
+_LISTED = 10  # most names in a message; there can be as many as experts
 _PROBE = 1.0  # timeout of each message of the handshake in `_rejects_certificate`
 # Receives a call and a function for its answer, such as ``server.handler()``.
 Handler = Callable[[Received, Callable[[Call], None]], Any]
@@ -187,7 +197,8 @@ class GrpcTransport(_BaseTransport):
             except ValueError as error:  # gRPC's, of a channel that `close` has just closed
                 self._pending.set_outcome(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
                 break
-            if stream.is_draining and call.header.kind is not Kind.INFO:
+            # A server that shuts down still applies commits that it has prepared, since other experts can have stepped.
+            if stream.is_draining and call.header.kind not in (Kind.INFO, Kind.COMMIT):
                 error = DrainingError(f"{self.address} is shutting down and accepts no new work")
                 self._pending.set_outcome(entry.number, error)
                 break
@@ -336,6 +347,70 @@ class Connections:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class FixedResolver:
+    """The way to one expert: always the same transport."""
+
+    takeover_expected = False  # Whether a follower of the expert will certainly take it over soon
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def select_transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """The transport for an attempt (counted from 0), after the previous one ended with ``last``."""
+        return self._transport
+
+    def owner_token(self) -> int:
+        """The fencing token of the expert's owner. 0: unknown."""
+        return 0
+
+    def new_owner(self, address: str, token: int) -> str | None:
+        """The owner's address if the owner has changed since ``token`` and is not at ``address``."""
+        return None
+
+
+class DirectoryResolver(FixedResolver):
+    """The way to one expert: the server that the directory names."""
+
+    takeover_expected = True
+
+    def __init__(self, uid: str, connections: Connections) -> None:
+        self.connections, self._uid = connections, uid
+
+    def select_transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """The owner that ``last`` names; otherwise the owner first, then the other servers in turn."""
+        transport_to, refusal = self.connections.transport_to, self.connections.refusal
+        named = last.details.get("address") if isinstance(last, NotOwnerError | LostError) else None
+        # A server can name any address, so the name must pass the same check as an address of the directory.
+        if named and refusal(named) is None:
+            return transport_to(named)
+        snapshot = self.connections.snapshot()
+        # A follower would only reject the call, so the owner comes first.
+        owner, addresses = snapshot.owner(self._uid), list(snapshot.addresses(self._uid))
+        if owner is not None:
+            addresses.sort(key=lambda address: address != owner.address)
+        if not addresses and self.connections.fixed:
+            known = ", ".join(sorted(snapshot.experts)[:_LISTED]) or "no expert"
+            raise UsageError(f"these connections have no address of expert {self._uid!r}, but addresses of {known}")
+        if not addresses:
+            raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
+        refusals = {address: refusal(address) for address in addresses}
+        trusted = [address for address in addresses if refusals[address] is None]
+        if not trusted:
+            head = f"refusing to connect to any server of expert {self._uid!r} that the directory knows:"
+            raise UnreachableError(join_faults(head, [escape(refusal) for refusal in refusals.values()]))
+        return transport_to(trusted[attempt % len(trusted)])
+
+    def owner_token(self) -> int:
+        owner = self.connections.snapshot().owner(self._uid)
+        return 0 if owner is None else owner.token
+
+    def new_owner(self, address: str, token: int) -> str | None:
+        owner = self.connections.snapshot().owner(self._uid)
+        if owner is None or owner.token == token or owner.address == address:
+            return None
+        return owner.address if self.connections.refusal(owner.address) is None else None
 
 
 def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:

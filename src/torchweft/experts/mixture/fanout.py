@@ -7,17 +7,15 @@
                                        '── timeout_after_k_min ──'
 
 An answer counts for its samples, unless ``accept`` of its call rejects it: an answer of another shape is a failure of
-the expert, a row that is not finite a failure of that row. A pool with one blocking call per thread would need as many
-threads as experts, and could not cancel the late ones.
+the expert, a row that is not finite a failure of that row. `weft.experts.client.calls` drives the calls.
 """
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
-from queue import Empty, SimpleQueue
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal, Never
 
 import torch
@@ -27,13 +25,14 @@ from torchweft.core.errors import UsageError, escape, join_faults
 from torchweft.core.rng import lock_released
 from torchweft.core.validation import Validator, is_whole
 from torchweft.experts import errors
+from torchweft.experts.client.calls import CallLoop, RemoteCall, RetryingCaller
 from torchweft.experts.client.remote_function import RecomputeCache
-from torchweft.experts.client.retry import LOOK, DirectoryResolver, Retry, RetryState
+from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.stub import ExpertProgress, IdempotencyKey, PendingCommit, RequestBuilder, Signature
-from torchweft.experts.client.transport import Connections
+from torchweft.experts.client.transport import Connections, DirectoryResolver
 from torchweft.experts.discovery import Snapshot
 from torchweft.experts.mixture.routing import Grid, LiveExperts, RowSpan
-from torchweft.experts.wire import Call, Received
+from torchweft.experts.wire import Received
 from torchweft.experts.wire.service import Description, StepReceipt, read_description, read_receipt
 
 _DESCRIBED = 8  # experts whose description is requested at once, at different addresses if possible
@@ -133,38 +132,31 @@ class ExpertPool:
         self.grid, self.connections, self.options = grid, connections, options
         self.retry, self.requests = retry, requests
         self.progress: dict[str, ExpertProgress] = {}
+        self._callers: dict[str, RetryingCaller] = {}
         self.counters, self.cache = MixtureCounters(), RecomputeCache[CachedCall]()
         self._known: tuple[Snapshot, LiveExperts] | None = None
         self._signature: MixtureSignature | None = None
 
-    def resolver(self, uid: str) -> DirectoryResolver:
-        return DirectoryResolver(uid, self.connections)
+    def caller(self, uid: str) -> RetryingCaller:
+        # Two threads that get here together make two equal callers.
+        if uid not in self._callers:
+            self._callers[uid] = RetryingCaller(DirectoryResolver(uid, self.connections), self.retry)
+        return self._callers[uid]
 
-    def start_call(self, call: Call, deadline: float, attempts: RetryState) -> "Future[Received]":
-        try:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise errors.DeadlineError(f"no time was left to call expert {call.header.uid!r}")
-            attempt_seconds = self.retry.attempt_seconds
-            seconds = remaining if attempt_seconds is None else min(remaining, attempt_seconds)
-            return attempts.submit(call, seconds, self.resolver(call.header.uid))
-        except Exception as error:
-            failed: Future[Received] = Future()
-            failed.set_exception(error)
-            return failed
+    def owner_token(self, uid: str) -> int:
+        return self.caller(uid).resolver.owner_token()
 
     def accept(self, uid: str, answer: Received) -> StepReceipt:
         progress = self.progress.get(uid)
         if progress is None:  # `setdefault`, so that threads which get here together use the same object
-            progress = self.progress.setdefault(uid, ExpertProgress(uid, self.resolver(uid)))
+            progress = self.progress.setdefault(uid, ExpertProgress(uid, self.caller(uid).resolver))
         progress.accept(answer)
         return read_receipt(answer.header.data)
 
     def discard(self, mini_batches: Mapping[str, PendingCommit]) -> None:
         # Without waiting for answers: a server also drops mini-batches by itself, after a while.
         for uid, mini_batch in mini_batches.items():
-            request = self.requests.discard(uid, mini_batch.name)
-            self.start_call(request, time.monotonic() + _DISCARD_TIMEOUT, RetryState())
+            self.caller(uid).send(self.requests.discard(uid, mini_batch.name), _DISCARD_TIMEOUT)
 
     def live_experts(self) -> LiveExperts:
         # Snapshot and experts are cached as one tuple, so that threads without a lock never see parts of two.
@@ -206,8 +198,10 @@ class ExpertPool:
             descriptions.append(read_description(answer.header.data))
 
         sample = torch.zeros(1, dtype=torch.int64, device="cpu")
-        calls = [ExpertCall(self.requests.info(uid), sample, accept) for uid in uids]
-        FanOut(self, calls, torch.ones_like(sample), deadline=deadline, after=0.0).run()
+        calls = [
+            FanOutCall(RemoteCall(self.requests.info(uid), self.caller(uid), deadline, accept), sample) for uid in uids
+        ]
+        FanOut(calls, torch.ones_like(sample), deadline=deadline, after=0.0).run()
         if not descriptions:
             action = f"{len(uids)} experts of a mixture were asked for their description"
             raise too_few_answers(action, 1, 1, 1, faults_of(calls), self.retry)
@@ -215,32 +209,24 @@ class ExpertPool:
 
 
 @dataclass(eq=False, slots=True)
-class ExpertCall:
+class FanOutCall:
     """One call of a fan-out. ``fault``: the error of the call, or of some of its rows."""
 
-    # ``samples``: the sample of each row, int64. ``accept`` receives the answer, returns a mask of valid rows (bool,
-    # None for all), and raises if all are invalid. ``complete_call``: with inputs, for a server that does not hold them
-    # any more.
-    call: Call
+    # ``samples``: the sample of each row, int64. ``remote``: its value is a mask of valid rows (bool, None for all).
+    remote: RemoteCall
     samples: Tensor
-    accept: Callable[[Received], Tensor | None]
-    complete_call: Call | None = None
     fault: BaseException | None = None
-    attempts: RetryState = field(default_factory=RetryState)
+
+    @property
+    def uid(self) -> str:
+        return self.remote.call.header.uid
 
     def record_fault(self, error: BaseException) -> None:
         self.fault = self.fault or error
 
-    def include_inputs(self) -> bool:
-        """Replace the call by the complete one. Returns False if that was done before."""
-        if self.complete_call is None:
-            return False
-        self.call, self.complete_call = self.complete_call, None
-        return True
 
-
-def faults_of(calls: Iterable[ExpertCall]) -> dict[str, BaseException]:
-    return {call.call.header.uid: call.fault for call in calls if call.fault is not None}
+def faults_of(calls: Iterable[FanOutCall]) -> dict[str, BaseException]:
+    return {call.uid: call.fault for call in calls if call.fault is not None}
 
 
 class FanOut:
@@ -250,8 +236,7 @@ class FanOut:
     # ``lenient``: continue to wait for other samples although some can no longer get enough answers.
     def __init__(
         self,
-        client: ExpertPool,
-        calls: Sequence[ExpertCall],
+        calls: Sequence[FanOutCall],
         needed: Tensor,
         *,
         deadline: float,
@@ -259,37 +244,30 @@ class FanOut:
         lenient: bool = True,
     ) -> None:
         self.counts = torch.zeros_like(needed)
-        self._client, self._calls, self._needed = client, calls, needed
+        self._calls, self._needed = calls, needed
         self._deadline, self._after, self._lenient = deadline, after, lenient
-        self._ended: SimpleQueue[tuple[ExpertCall, int]] = SimpleQueue()  # with the number of the attempt
-        self._futures: dict[ExpertCall, Future[Received]] = {}
-        self._pauses: dict[ExpertCall, float] = {}  # when to send a call again
+        self._open = dict.fromkeys(calls)  # without an outcome
         self._possible = torch.zeros_like(needed)  # answers that a sample has or can still get
         for call in calls:
             self._possible.index_add_(0, call.samples, torch.ones_like(call.samples))
 
     def run(self) -> "FanOut":
+        loop = CallLoop()
         try:
             with lock_released():
                 for call in self._calls:
-                    self._start(call)
-                self._wait_for_quorum()
+                    call.remote.on_end = partial(self._note_outcome, call)
+                    loop.start(call.remote)
+                self._wait_for_quorum(loop)
         finally:  # also after Ctrl-C: no call and no future outlives the fan-out
-            for future in self._futures.values():
-                future.cancel()
-            self._futures.clear()
+            for call in self._open:
+                loop.cancel(call.remote)
         return self
 
-    def _start(self, call: ExpertCall) -> None:
-        future = self._futures[call] = self._client.start_call(call.call, self._deadline, call.attempts)
-        attempt = call.attempts.count
-        # The callback runs in a thread of the transport, so it only passes the call on to the waiting thread.
-        future.add_done_callback(lambda _: self._ended.put((call, attempt)))
-
-    def _wait_for_quorum(self) -> None:
+    def _wait_for_quorum(self, loop: CallLoop) -> None:
         start, end = time.monotonic(), self._deadline
         has_quorum = False
-        while self._futures or self._pauses:
+        while self._open:
             impossible = self._possible < self._needed
             # Without this, a call whose error is certain would wait for the slowest expert.
             if not self._lenient and bool(impossible.any()):
@@ -298,52 +276,20 @@ class FanOut:
                 has_quorum = True
                 if self._after is not None:
                     end = min(end, time.monotonic() + self._after)
-            call = self._next_ended(end)
-            if call is not None:
-                self._handle_outcome(call)
-            elif time.monotonic() >= end:
+            if not loop.drive(end):
                 break
         waited = time.monotonic() - start
-        for call in [*self._futures, *self._pauses]:
+        for call in self._open:
             late = errors.DeadlineError(f"no answer within {waited:.3g} s, when the wait ended")
-            call.record_fault(call.attempts.last or late)
+            call.record_fault(call.remote.attempts.last or late)
 
-    def _next_ended(self, end: float) -> ExpertCall | None:
-        now = time.monotonic()
-        until = min(end, now + LOOK, min(self._pauses.values(), default=end))
-        try:
-            call, attempt = self._ended.get(timeout=max(0.0, until - now))
-            # An attempt that `_follow_owners` cancelled has been handled: the call has been sent again, or has failed.
-            return call if call in self._futures and attempt == call.attempts.count else None
-        except Empty:
-            for call in [call for call, at in self._pauses.items() if at <= time.monotonic()]:
-                del self._pauses[call]
-                self._start(call)
-            self._follow_owners()
-            return None
-
-    def _follow_owners(self) -> None:
-        # Calls of experts that have a new owner end here, so that they are sent there.
-        for call, future in list(self._futures.items()):
-            try:
-                call.attempts.check_owner(call.call, self._client.resolver(call.call.header.uid))
-            except errors.LostError as error:
-                if not future.done():
-                    future.cancel()
-                    self._handle_outcome(call, error)
-
-    def _handle_outcome(self, call: ExpertCall, fault: Exception | None = None) -> None:
-        future, rows = self._futures.pop(call), call.samples
-        try:
-            if fault is not None:
-                raise fault
-            valid = call.accept(future.result(timeout=0))
-        except errors.StepsLostWarning:  # the user's filter has turned it into an error, which ends the whole fan-out
-            raise
-        except Exception as error:
-            error.__traceback__ = None  # holds this frame, and with it all tensors of the calls
-            if self._schedule_retry(call, error):
-                return
+    def _note_outcome(self, call: FanOutCall, remote: RemoteCall) -> None:
+        del self._open[call]
+        rows, valid, error = call.samples, remote.value, remote.error
+        remote.error = None  # its traceback can hold this frame: a cycle
+        if isinstance(error, errors.StepsLostWarning):  # the user's filter has turned it into an error
+            raise error
+        if error is not None:
             call.record_fault(error)
             valid = torch.zeros_like(rows, dtype=torch.bool)
         ones = torch.ones_like(rows) if valid is None else valid.to(rows.dtype)
@@ -353,18 +299,6 @@ class FanOut:
             self._possible.index_add_(0, rows, ones - 1)
             invalid = len(rows) - int(ones.sum())
             call.record_fault(errors.AnomalyError(f"{invalid} of {len(rows)} rows are not finite"))
-
-    def _schedule_retry(self, call: ExpertCall, error: Exception) -> bool:
-        """Send a call again, at once with its inputs or after a pause. Returns False if it is not sent again."""
-        if isinstance(error, errors.InputsGoneError) and call.include_inputs():
-            self._start(call)
-            return True
-        resolver = self._client.resolver(call.call.header.uid)
-        pause = call.attempts.record_failure(error, self._client.retry, resolver, self._deadline)
-        if pause is None:
-            return False
-        self._pauses[call] = time.monotonic() + pause
-        return True
 
 
 def too_few_answers(
@@ -417,7 +351,7 @@ class MixtureCounters:
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
 
-    def add_fan_out(self, direction: Direction, calls: Sequence[ExpertCall]) -> None:
+    def add_fan_out(self, direction: Direction, calls: Sequence[FanOutCall]) -> None:
         rows = 0 if direction == "commit" else sum(len(call.samples) for call in calls)
         with self._lock:
             self._counts.update({f"{direction}s": 1, f"{direction}_calls": len(calls), "rows": rows})

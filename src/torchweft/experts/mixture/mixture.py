@@ -167,6 +167,14 @@ class RemoteMixtureOfExperts(RemoteLayer):
                 f"experts {self.grid.prefix}* of this mixture step at every backward, so there is nothing to commit; "
                 "make it with accumulate=True"
             )
+        if self.options.steps_wanted(2) > 1:  # all must step, so all are asked before the first one does
+            self.prepare_commit()
+        return self.apply_commit()
+
+    def prepare_commit(self) -> None:
+        self._batch.prepare(self._client)
+
+    def apply_commit(self) -> dict[str, bool]:
         return self._batch.commit(self._client)
 
     def discard(self) -> None:

@@ -19,19 +19,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, join_faults
 from torchweft.experts import errors
+from torchweft.experts.client.calls import RemoteCall
 from torchweft.experts.client.remote_function import ONLY_ONCE
 from torchweft.experts.client.stub import IdempotencyKey, PendingCommit
 from torchweft.experts.mixture.fanout import (
     Direction,
-    ExpertCall,
     ExpertPool,
     FanOut,
+    FanOutCall,
     MixtureCall,
     faults_of,
     too_few_answers,
@@ -40,6 +42,7 @@ from torchweft.experts.mixture.routing import CombineBuffer, Dispatch, RowSpan, 
 from torchweft.experts.wire import Received
 
 _CPU = torch.device("cpu")
+Phase = Literal["prepare", "commit"]  # of a commit
 # Errors after which the server does not hold the sum any more.
 _GONE = (errors.CommitError, errors.GradientError, errors.StepError)
 
@@ -80,22 +83,21 @@ class MixtureCommit:
             discarded, self._open, self.failure = self._open, {}, None
             return discarded
 
-    def commit(self, client: ExpertPool) -> dict[str, bool]:
-        pending, failure = self.open_mini_batches(), self.failure
-        needed = client.options.steps_wanted(len(pending))
-        complete, incomplete = _separate_complete(pending)
-        if failure is not None or len(complete) < needed:
-            reason = "" if failure is None else f" A backward of it ended with {type(failure).__name__}."
+    def prepare(self, client: ExpertPool) -> None:
+        """Raise ``MixtureCommitError`` if too few experts can step. The others keep their sums for `commit`."""
+        pending, complete, incomplete = self._open_sums(client)
+        faults = {**incomplete, **self._send(client, pending, complete, "prepare")}
+        if len(pending) - len(faults) < client.options.steps_wanted(len(pending)):
             head = (
-                f"a mini-batch of a mixture is incomplete, and no expert was asked to step.{reason} Of {len(pending)} "
-                f"experts {len(incomplete)} lack a part of their gradients. Call discard(), and run it again."
+                f"commit of a mixture: {len(faults)} of {len(pending)} experts cannot step, and none has stepped. Call "
+                "discard(), and run the mini-batch again."
             )
-            raise _commit_error(head, incomplete) from failure
-        failed = _send_commits(client, pending, complete)
-        for uid, fault in failed.items():
-            if isinstance(fault, _GONE):
-                pending[uid].record_failure(fault)
-        faults = {**incomplete, **failed}
+            raise _commit_error(head, faults)
+
+    def commit(self, client: ExpertPool) -> dict[str, bool]:
+        pending, complete, incomplete = self._open_sums(client)
+        needed = client.options.steps_wanted(len(pending))
+        faults = {**incomplete, **self._send(client, pending, complete, "commit")}
         stepped = {uid: mini_batch for uid, mini_batch in pending.items() if uid not in faults}
         # The failed ones stay open, so that a second commit() has the same names, and steps each at most once.
         self.close(stepped)
@@ -110,6 +112,31 @@ class MixtureCommit:
         client.counters.add("left_out", len(faults))
         return {uid: uid in stepped for uid in pending}
 
+    def _open_sums(
+        self, client: ExpertPool
+    ) -> tuple[dict[str, PendingCommit], dict[str, int], dict[str, BaseException]]:
+        """All open sums, the incarnations of the complete ones, and the faults of the others."""
+        pending, failure = self.open_mini_batches(), self.failure
+        needed = client.options.steps_wanted(len(pending))
+        complete, incomplete = _separate_complete(pending)
+        if failure is not None or len(complete) < needed:
+            reason = "" if failure is None else f" A backward of it ended with {type(failure).__name__}."
+            head = (
+                f"a mini-batch of a mixture is incomplete, and no expert was asked to step.{reason} Of {len(pending)} "
+                f"experts {len(incomplete)} lack a part of their gradients. Call discard(), and run it again."
+            )
+            raise _commit_error(head, incomplete) from failure
+        return pending, complete, incomplete
+
+    def _send(
+        self, client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Mapping[str, int], phase: Phase
+    ) -> dict[str, BaseException]:
+        failed = _send_phase(client, pending, complete, phase)
+        for uid, fault in failed.items():
+            if isinstance(fault, _GONE):
+                pending[uid].record_failure(fault)
+        return failed
+
     def __deepcopy__(self, memo: object) -> "MixtureCommit":
         return MixtureCommit(self.accumulates)
 
@@ -118,33 +145,37 @@ def commit_parts(client: ExpertPool, parts: Mapping[str, PendingCommit]) -> None
     """One step of each expert that was called several times in a backward that does not accumulate."""
     complete, incomplete = _separate_complete(parts)
     # An expert that lacks a part does not step.
-    failed = _send_commits(client, parts, complete)
+    failed = _send_phase(client, parts, complete, "commit")
     client.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
     if failed:
         head = f"backward of a mixture, sent in parts: {len(failed)} experts are not known to have stepped with it:"
         raise _commit_error(head, failed)
 
 
-def _send_commits(
-    client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Mapping[str, int]
+def _send_phase(
+    client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Mapping[str, int], phase: Phase
 ) -> dict[str, BaseException]:
-    """Commit the complete ones, at these incarnations, all at once. Returns faults by expert."""
+    """Prepare or commit the complete ones, at these incarnations, all at once. Returns faults by expert."""
     if not complete:
         return {}
 
-    def make_call(number: int, uid: str) -> ExpertCall:
-        token = client.resolver(uid).owner_token()
-        call = client.requests.commit(uid, pending[uid].name, complete[uid], token)
+    deadline = time.monotonic() + client.options.backward_timeout
+
+    def make_call(number: int, uid: str) -> FanOutCall:
+        build = client.requests.prepare if phase == "prepare" else client.requests.commit
+        call = build(uid, pending[uid].name, complete[uid], client.owner_token(uid))
 
         def accept(answer: Received) -> None:
             client.accept(uid, answer)
 
-        return ExpertCall(call, torch.tensor([number], device="cpu"), accept)  # one sample per call
+        # one sample per call
+        return FanOutCall(RemoteCall(call, client.caller(uid), deadline, accept), torch.tensor([number], device="cpu"))
 
     calls = [make_call(number, uid) for number, uid in enumerate(complete)]
     needed = torch.ones(len(calls), dtype=torch.int64, device="cpu")
-    FanOut(client, calls, needed, deadline=time.monotonic() + client.options.backward_timeout).run()
-    client.counters.add_fan_out("commit", calls)
+    FanOut(calls, needed, deadline=deadline).run()
+    if phase == "commit":
+        client.counters.add_fan_out("commit", calls)
     return faults_of(calls)
 
 
@@ -245,7 +276,7 @@ class MixtureFunction:
         self.alive = buffer.alive.view(dispatch.samples, dispatch.k)
         return buffer.rows() or self._zero_outputs()
 
-    def _forward_call(self, span: RowSpan, sent: Sequence[Tensor], buffer: CombineBuffer) -> ExpertCall:
+    def _forward_call(self, span: RowSpan, sent: Sequence[Tensor], buffer: CombineBuffer) -> FanOutCall:
         uid, key, rows = self._uids[span.expert], self._keys[span], slice(span.start, span.stop)
 
         def accept(answer: Received) -> Tensor | None:
@@ -254,7 +285,8 @@ class MixtureFunction:
             return buffer.write(self._dispatch.pairs[rows], self._signature.read_outputs(answer, _CPU))
 
         call = self._client.requests.forward(uid, [x[rows] for x in sent], key)
-        return ExpertCall(call, self._dispatch.rows[rows], accept)
+        remote = RemoteCall(call, self._client.caller(uid), self._call.deadline, accept)
+        return FanOutCall(remote, self._dispatch.rows[rows])
 
     def _send_backward(self, sent: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
         dispatch, options, client = self._dispatch, self._options, self._client
@@ -265,12 +297,12 @@ class MixtureFunction:
         # Several calls of one expert in a backward that steps: their gradients are collected, for one step.
         parts = MixtureCommit(True)
         missing: dict[RowSpan, PendingCommit] = {}  # calls whose gradients have not been added yet
-        calls: dict[RowSpan, ExpertCall] = {}
+        calls: dict[RowSpan, FanOutCall] = {}
         for span, remaining in spans:
             batch = self._batch if self._batch.accumulates else parts
             if batch is not parts or (self._signature.trained and counts[span.expert] > 1):
                 missing[span] = batch.open_for(self._uids[span.expert])
-            calls[span] = self._backward_call(span, remaining, sent, gradients, buffer, missing)
+            calls[span] = self._backward_call(span, remaining, sent, gradients, buffer, missing, deadline)
         needed = self.alive.sum(1).clamp(max=options.backward_k_min)
         try:
             self._call_experts("backward", deadline, [*calls.values()], needed, buffer)
@@ -292,7 +324,8 @@ class MixtureFunction:
         gradients: Sequence[Tensor],
         buffer: CombineBuffer,
         missing: dict[RowSpan, PendingCommit],
-    ) -> ExpertCall:
+        deadline: float,
+    ) -> FanOutCall:
         client, uid, key = self._client, self._uids[span.expert], self._keys[span]
         self._keys[span] = key.next_backward()
         if remaining is not None:
@@ -309,16 +342,17 @@ class MixtureFunction:
             # After `record_gradient`: the server has added the gradient, even if the answer is rejected here.
             return buffer.write(self._dispatch.pairs[rows], self._signature.read_input_gradients(answer, inputs))
 
-        token = client.resolver(uid).owner_token()
+        token = client.owner_token(uid)
         call, complete = client.requests.backward(uid, inputs, [g[rows] for g in gradients], key, name, token)
-        return ExpertCall(call, self._dispatch.rows[rows], accept, complete)
+        remote = RemoteCall(call, client.caller(uid), deadline, accept, complete if call is not complete else None)
+        return FanOutCall(remote, self._dispatch.rows[rows])
 
     def _call_experts(
-        self, direction: Direction, deadline: float, calls: Sequence[ExpertCall], needed: Tensor, buffer: CombineBuffer
+        self, direction: Direction, deadline: float, calls: Sequence[FanOutCall], needed: Tensor, buffer: CombineBuffer
     ) -> None:
         # Afterwards the buffer has enough answers for a sample, or none.
         client, lenient, after = self._client, self._options.allow_zero_outputs, self._options.timeout_after_k_min
-        counts = FanOut(client, calls, needed, deadline=deadline, after=after, lenient=lenient).run().counts
+        counts = FanOut(calls, needed, deadline=deadline, after=after, lenient=lenient).run().counts
         client.counters.add_fan_out(direction, calls)
         is_short = counts < needed
         number = int(is_short.sum())

@@ -44,6 +44,7 @@ _ROLES = {
     Kind.INFO: Role.FORWARD,
     Kind.FORWARD: Role.FORWARD,
     Kind.BACKWARD: Role.TRAIN,
+    Kind.PREPARE: Role.TRAIN,
     Kind.COMMIT: Role.TRAIN,
     Kind.DISCARD: Role.TRAIN,
 }
@@ -127,7 +128,7 @@ class RequestDispatcher:
         # The role comes first, so that a client learns nothing of experts that it cannot use, not even their names.
         self.check_role(caller, header.uid, _ROLES[header.kind], header.kind.name.lower(), header.kind.name)
         hosted = self._experts.get(header.uid)
-        if header.kind is not Kind.INFO and self.draining is not None:
+        if header.kind is not Kind.INFO and self.draining is not None and not _ends_commit(header, caller, hosted):
             raise errors.DrainingError(f"the server takes no new work: {self.draining}; ask another one, or later")
         if hosted is None:
             raise self._unknown_expert(header.uid, caller.name)
@@ -148,10 +149,11 @@ class RequestDispatcher:
         header, backend = call.header, hosted.backend
         seconds = self._longest if header.deadline_ms is None else min(self._longest, header.deadline_ms / 1000)
         deadline = time.monotonic() + seconds
-        if header.kind is Kind.COMMIT:
+        if header.kind in (Kind.PREPARE, Kind.COMMIT):
             client, name = _mini_batch_of(caller, header)
             _check_incarnation(header, hosted, client, name)
-            return backend.commit(name, client=client, deadline=deadline, principal=caller.principal)
+            act = backend.prepare if header.kind is Kind.PREPARE else backend.commit
+            return act(name, client=client, deadline=deadline, principal=caller.principal)
         client, mini_batch = caller.owner(header.client, header.mini_batch or None)
         # The tensors are views of the received message, so nothing is copied here.
         tensors, backward = call.tensors(), header.kind is Kind.BACKWARD
@@ -210,6 +212,13 @@ def _mini_batch_of(caller: Caller, header: Header) -> tuple[str, str]:
     if mini_batch is None:
         raise UsageError(f"{header.kind.name.lower()} requires a mini_batch id")
     return client, mini_batch
+
+
+def _ends_commit(header: Header, caller: Caller, hosted: HostedExpert | None) -> bool:
+    # A prepared commit is applied even while the server shuts down, because other experts can have stepped with it.
+    if header.kind is not Kind.COMMIT or hosted is None:
+        return False
+    return hosted.backend.is_prepared(*_mini_batch_of(caller, header))
 
 
 def _check_incarnation(header: Header, hosted: HostedExpert, client: str, mini_batch: str) -> None:

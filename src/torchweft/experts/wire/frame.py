@@ -74,6 +74,7 @@ class Kind(IntEnum):
     GOAWAY = 8
     STATE = 9
     DISCARD = 10
+    PREPARE = 11
 
 
 WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})
