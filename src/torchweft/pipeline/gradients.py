@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchweft.core.errors import UsageError
@@ -49,7 +48,8 @@ def clip_grad_norm_(
         return nn.utils.clip_grad_norm_(local, max_norm, norm_type, error_if_nonfinite, foreach)
     if norm_type <= 0:
         raise UsageError(f"norm_type is {norm_type:g}, but norms of several ranks combine only if it is above 0")
-    total = _norm_over_ranks(module, local, float(norm_type), foreach)
+    with module._telling():
+        total = _norm_over_ranks(module, local, float(norm_type), foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type:g} over the gradients of all ranks is {float(total)}, so they cannot be "
@@ -62,9 +62,7 @@ def clip_grad_norm_(
 def _norm_over_ranks(pipe: Pipe, local: list[nn.Parameter], norm_type: float, foreach: bool | None) -> Tensor:
     gradients = [parameter.grad for parameter in local if parameter.grad is not None]
     local_norm = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
-    # In float64, because gradients of ranks can differ in dtype. Norms are gathered, and not reduced by all_reduce,
-    # because a maximum could lose a NaN, and the ranks would then clip by different norms.
-    norm = local_norm.to(pipe.devices[0], torch.float64)
-    norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(pipe.group))]
-    dist.all_gather(norms, norm, group=pipe.group)
-    return cast(Tensor, torch.linalg.vector_norm(torch.stack(norms), norm_type)).to(local_norm.dtype)
+    # In float64, because gradients of ranks can differ in dtype. In a walk, because a collective of gloo names no rank
+    # that is lost. Norms are gathered, because a maximum could lose a NaN, and ranks would clip by different norms.
+    norms = torch.tensor(pipe._exchange_reports("clip_grad_norm_", float(local_norm)), dtype=torch.float64)
+    return cast(Tensor, torch.linalg.vector_norm(norms, norm_type)).to(pipe.devices[0], local_norm.dtype)
