@@ -17,12 +17,22 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 import torchweft as weft
 from tests.pipeline.processes.failing import outcome
-from tests.pipeline.processes.splitting import Reordered
 from tests.pipeline.processes.weights import adam, batch, model, on_meta, piped, train
 from torchweft import checkpoint
 from torchweft.pipeline.processes.links import Walk
 from torchweft.pipeline.processes.membership import Rendezvous
 from torchweft.pipeline.processes.store_exchange import StoreExchange
+
+
+class Blocks(nn.Module):
+    """Here and not in `splitting`, whose imports would take a new rank seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x).tanh()).tanh())
 
 
 class Call:
@@ -38,7 +48,7 @@ class Call:
             weft.checkpoint.save(self.folder / "latest", self.pipe, self.optimizer)
         if name == "record":
             self.pipe = weft.Pipe(
-                Reordered(), chunks=2, split=["second", "third"][3 - dist.get_world_size() :], group=dist.group.WORLD
+                Blocks(), chunks=2, split=["second", "third"][3 - dist.get_world_size() :], group=dist.group.WORLD
             )
 
     def run(self) -> None:
