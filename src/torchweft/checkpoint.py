@@ -13,10 +13,13 @@ PyTorch's `get_optimizer_state_dict` is not used: it steps the optimizer to crea
 Metadata and plain values are pickles: load only checkpoints that you trust.
 """
 
+import fcntl
+import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -27,13 +30,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from torchweft.core.errors import UsageError, WeightsError, join_faults, split_faults
+from torchweft.core.errors import UsageError, WeightsError, join_faults, split_faults, text_of
 from torchweft.pipeline.pipe import Pipe
+from torchweft.pipeline.processes.store_exchange import StoreExchange
 from torchweft.pipeline.weights import names_by_tensor, unwrap_module
 
 __all__ = ["load", "save"]
@@ -43,6 +48,7 @@ _dcp: Any = torch.distributed.checkpoint  # it is typed in part
 _MODEL, _STATE, _GROUPS, _EXTRA = "model.", "optimizer.state.", "optimizer.param_groups.", "extra"
 Report = list[Any] | None  # the failure of one process, if any: whether it is a UsageError, and its faults
 Agree = Callable[[Report], list[Report]]  # the exchange of the reports of all processes
+RunOnAll = Callable[[Callable[[], Any]], Any]  # `_run_on_all` with its first arguments
 
 
 def save(
@@ -64,8 +70,9 @@ def save(
         group: the processes that call this together. Default: all of them, if `torch.distributed` is initialised.
             Tensors that several of them have are written once.
 
-    Raises UsageError for a folder of something else, and for parameters of another module. If one of several processes
-    fails, all raise the same WeightsError or UsageError.
+    Raises UsageError for a folder of something else, for one into which another job is saving, and for parameters of
+    another module. If one of several processes fails, all raise the same WeightsError or UsageError. If one dies, the
+    others raise RankLostError.
 
     Example:
         >>> import tempfile
@@ -73,38 +80,58 @@ def save(
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> weft.checkpoint.save(f"{tempfile.mkdtemp()}/latest", model, optimizer, extra={"step": 1})
     """
-    distributed = dist.is_available() and dist.is_initialized()
-    first = not distributed or dist.get_rank(group) == 0
-    agree: Agree = partial(_gather, group) if distributed else _alone
-    target = Path(folder).absolute()
-    module = unwrap_module(module)
-
-    def prepare() -> dict[str, Any]:
-        if first:
-            _clear_way(target)
-        state = {_MODEL + key: value for key, value in _model_state(module).items()}
-        state |= {} if optimizer is None else _optimizer_state(module, optimizer)
-        return state if extra is None or not first else {**state, _EXTRA: extra}
-
+    target, module = Path(folder).absolute(), unwrap_module(module)
+    exchange = _exchange_of(group, f"the save of a checkpoint in {target}", module)
+    first = exchange is None or exchange.rank == 0
+    agree: Agree = partial(_gather, exchange)
     headline = f"the checkpoint in {target} cannot be saved:"
-    state = _run_on_all(agree, headline, prepare)
-    with warnings.catch_warnings(action="ignore"):  # PyTorch warns when it saves in one process
-        _dcp.save(
-            state,
-            storage_writer=FileSystemWriter(_hidden_name(target, "tmp")),
-            planner=DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
-            process_group=group,
-            no_dist=not distributed,
-        )
-    _run_on_all(agree, headline, lambda: _publish(target) if first else None)
+    lock = SaveLock(target)
+    try:
+
+        def prepare() -> dict[str, Any]:
+            if first:
+                _clear_way(target, lock)
+            state = {_MODEL + key: value for key, value in _model_state(module).items()}
+            state |= {} if optimizer is None else _optimizer_state(module, optimizer)
+            return state if extra is None or not first else {**state, _EXTRA: extra}
+
+        state = _run_on_all(agree, headline, prepare)
+        _write(state, _hidden_name(target, "tmp"), exchange, partial(_run_on_all, agree, headline))
+        _run_on_all(agree, headline, lambda: _publish(target) if first else None)
+        if exchange is not None:
+            exchange.close()
+    finally:
+        lock.release()
+
+
+def _write(state: dict[str, Any], folder: Path, exchange: StoreExchange | None, run_on_all: RunOnAll) -> None:
+    """Write the state of all processes, in the steps of `torch.distributed.checkpoint.save`. That function exchanges
+    the results of the steps by collectives, in which a lost process has no name, and others wait for the timeout."""
+    first, rank = exchange is None or exchange.rank == 0, 0 if exchange is None else exchange.rank
+    writer: Any = FileSystemWriter(folder)
+    planner: Any = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+
+    def plan() -> Any:
+        planner.set_up_planner(state, writer.storage_meta(), first)
+        writer.set_up_storage_writer(first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    plans = _gather(exchange, run_on_all(plan))
+    # Each process makes the plan of all of them. It depends on the local plans only, so it is equal everywhere.
+    plans, metadata = planner.create_global_plan(plans)
+    own = writer.prepare_global_plan(plans)[rank]
+    written = run_on_all(lambda: writer.write_data(planner.finish_plan(own), planner).wait())
+    results = _gather(exchange, written)
+    run_on_all(lambda: writer.finish(metadata, results) if first else None)
 
 
 def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Load a checkpoint of `save` into a module that can be cut in another way. Returns `extra`, or None.
 
-    Each process reads its own tensors, in place. The ranks of a pipe call this together. A tied weight can be saved
-    under any of its names. Raises WeightsError that lists all missing and unexpected keys and wrong shapes, and
-    UsageError for parameters of another module, before anything has changed. All ranks raise the same error.
+    Each process reads its own tensors. The ranks of a pipe call this together. A tied weight can be saved under any of
+    its names. Tensors are read into spare memory first. Raises WeightsError that lists all missing and unexpected keys
+    and wrong shapes, or the damaged files, and UsageError for parameters of another module. All ranks raise the same
+    error, before anything has changed.
 
     Example:
         >>> import tempfile
@@ -131,22 +158,59 @@ def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | 
     states, options = _keys_by_name(saved, _STATE), _keys_by_name(saved, _GROUPS)
 
     def read() -> Any:
-        local = module.state_dict()
-        state: dict[str, Any] = {saved_key: local[key] for key, saved_key in keys.items()}
+        # Into spare tensors: the module must not change if any process cannot read its part.
+        spares = {saved_key: _spare(local[key]) for key, saved_key in keys.items()}
+        state: dict[str, Any] = dict(spares)
         names = [name for group in groups for name in group]
         entries = [key for name in names for key in (*states.get(name, {}).values(), *options[name].values())]
         state |= {key: _empty_like(saved[key]) for key in [*entries, _EXTRA] if key in saved}
         # Each of the two flags would let the planner read plain values into a copy of `state`, which is lost.
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        _read(reader, state, planner)
+        loaded = {**local, **{key: state[saved_key] for key, saved_key in keys.items()}}
+        of_optimizer = None if optimizer is None else _optimizer_from(optimizer, groups, states, options, state)
+        return loaded, of_optimizer, state.get(_EXTRA)
+
+    local = module.state_dict()
+    loaded, of_optimizer, extra = _run_on_all(agree, headline, read)
+
+    def change() -> None:
+        module.load_state_dict(loaded)
+        if optimizer is not None:
+            optimizer.load_state_dict(of_optimizer)
+
+    _run_on_all(agree, headline, change)
+    return extra
+
+
+def _spare(value: Any) -> Any:
+    return torch.empty_like(value, requires_grad=False) if isinstance(value, Tensor) else value
+
+
+def _read(reader: FileSystemReader, state: dict[str, Any], planner: DefaultLoadPlanner) -> None:
+    """Read the entries of `state`. Raises WeightsError that names files which are missing, cut off or damaged."""
+    entries: dict[Any, Any] = reader.read_metadata().storage_data or {}
+    ends: dict[str, int] = {}
+    for entry in entries.values():
+        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+    faults: list[str] = []
+    folder = Path(cast(str, reader.path))
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        if not file.is_file():
+            faults.append(f"the file {name} is missing")
+        elif file.stat().st_size < end:
+            faults.append(f"the file {name} has {file.stat().st_size:,} bytes, but {end:,} were written")
+    if faults:
+        raise WeightsError(join_faults("", faults))
+    try:
         with warnings.catch_warnings(action="ignore"):  # PyTorch warns that its own TypedStorage is deprecated
             _dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-        local.update((key, state[saved_key]) for key, saved_key in keys.items())
-        module.load_state_dict(local)  # for hooks and extra state; tensors are in place already
-        if optimizer is not None:
-            optimizer.load_state_dict(_optimizer_from(optimizer, groups, states, options, state))
-        return state.get(_EXTRA)
-
-    return _run_on_all(agree, headline, read)
+    # An exception of PyTorch, which does not derive from Exception.
+    except CheckpointException as error:
+        reasons = [f"{type(cause).__name__}: {text_of(cause)}" for cause, _ in error.failures.values()]
+        names = ", ".join(sorted(ends))
+        raise WeightsError(f"one of the files {names} is damaged: {'; '.join(reasons)}") from error
 
 
 def _match(
@@ -286,7 +350,38 @@ def _hidden_name(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{kind}")
 
 
-def _clear_way(target: Path) -> None:
+class SaveLock:
+    """Rejects a second job that saves into the same folder at the same time. It ends with its process."""
+
+    def __init__(self, target: Path) -> None:
+        self._target, self._path = target, _hidden_name(target, "lock")
+        self._file: Any = None
+
+    def take(self) -> None:
+        while self._file is None:
+            file = self._path.open("w")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise UsageError(
+                    f"another job is saving into {self._target}, and the two would mix; give each job its own folder"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            # The holder of the lock removes the file. A lock on a removed file excludes nobody.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                    self._file = file
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
+
+
+def _clear_way(target: Path, lock: SaveLock) -> None:
     """Remove the remains of interrupted saves. Raises UsageError if the folder is not a checkpoint."""
     old, temporary = _hidden_name(target, "old"), _hidden_name(target, "tmp")
     if target.exists() and not (target / ".metadata").exists() and (target.is_file() or any(target.iterdir())):
@@ -297,6 +392,7 @@ def _clear_way(target: Path) -> None:
     except OSError as error:
         error.add_note(f"torchweft: checkpoints are written into {target.parent}; give a folder that can be written to")
         raise
+    lock.take()
     if old.exists() and not target.exists():
         old.rename(target)
     for left in (old, temporary):
@@ -321,13 +417,15 @@ def _run_on_all(agree: Agree, headline: str, work: Callable[[], Result]) -> Resu
     result, error, report = None, None, None
     try:
         result = work()
-    except Exception as raised:
+    # An interrupt too: the other processes wait for this report.
+    except BaseException as raised:
         error = raised
         known = isinstance(error, UsageError | WeightsError)
-        faults = split_faults(str(error)) if known else [f"{type(error).__name__}: {error}"]
+        faults = split_faults(str(error)) if known else [f"{type(error).__name__}: {text_of(error)}"]
         report = [isinstance(error, UsageError), faults]
     reports = agree(report)
-    if error is not None and len(reports) == 1 and not isinstance(error, WeightsError):
+    alone = len(reports) == 1 and not isinstance(error, WeightsError)
+    if error is not None and (alone or not isinstance(error, Exception)):
         raise error
     ranks: dict[str, list[int]] = {}
     for rank, other in enumerate(reports):
@@ -348,9 +446,17 @@ def _alone(report: Report) -> list[Report]:
     return [report]
 
 
-def _gather(group: ProcessGroup | None, report: Report) -> list[Report]:
-    # By pickle, as `torch.distributed.checkpoint` does itself in the same call. The exchange of a pipe would reach only
-    # its own ranks, but replicas of a pipe save together.
-    reports: list[Report] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, report, group=group)
-    return reports
+def _exchange_of(group: ProcessGroup | None, what: str, module: nn.Module) -> StoreExchange | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    find_lost: Callable[[], list[str]] = list
+    if isinstance(module, Pipe):
+        # Connects the ranks of the pipe, so that they notice at once if one of them dies.
+        module._exchange_reports("torchweft.checkpoint.save", None)
+        find_lost = module._lost_ranks
+    return StoreExchange(group or cast(Any, dist.group.WORLD), what, find_lost)
+
+
+def _gather(exchange: StoreExchange | None, content: Any) -> list[Any]:
+    # By pickle, as `torch.distributed.checkpoint` does itself for its plans.
+    return [content] if exchange is None else [pickle.loads(x) for x in exchange.gather(pickle.dumps(content))]

@@ -110,6 +110,14 @@ def split_faults(message: str) -> list[str]:
     return faults or [first]
 
 
+def text_of(error: BaseException) -> str:
+    """``str(error)``, also for an error whose ``__str__`` raises. Other ranks wait for the text."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be shown: __str__ raised {type(failure).__name__})"
+
+
 def escape(text: object, most: int | None = None, *, lines: bool = False) -> str:
     """Foreign text for a terminal or log, with unprintable characters escaped, e.g. ``\\x1b``.
 

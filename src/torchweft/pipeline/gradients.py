@@ -4,6 +4,7 @@ PyTorch's `clip_grad_norm_` on each rank would clip by the norm of that rank, so
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import cast
 
 from torch import Tensor, nn
@@ -48,7 +49,9 @@ def clip_grad_norm_(
         return nn.utils.clip_grad_norm_(local, max_norm, norm_type, error_if_nonfinite, foreach)
     if norm_type <= 0:
         raise UsageError(f"norm_type is {norm_type:g}, but norms of several ranks combine only if it is above 0")
-    total = norm_over_ranks(local, module.group, module.devices[0], float(norm_type), foreach)
+    with module._telling():
+        exchange = partial(module._exchange_reports, "clip_grad_norm_")
+        total = norm_over_ranks(local, exchange, module.devices[0], float(norm_type), foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type:g} over the gradients of all ranks is {float(total)}, so they cannot be "

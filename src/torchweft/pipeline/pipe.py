@@ -265,7 +265,8 @@ class Pipe(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return graph_break(self._forward, args, kwargs)
         try:
-            return self._forward(args, kwargs)
+            with self._layout.telling():
+                return self._forward(args, kwargs)
         except Exception as error:
             shorten_traceback(error)
             raise
@@ -350,6 +351,13 @@ class Pipe(nn.Module):
         """
         if callable(source):
             source, initialize = None, source
+        with self._layout.telling():
+            self._materialize(source, initialize)
+            # All ranks leave together: one that fails while it reads is an error of this call on all of them.
+            self._exchange_reports("the end of materialize()", None)
+        return self
+
+    def _materialize(self, source: str | PathLike[str] | None, initialize: Initialize | None) -> None:
         files, chosen, faults = None, {}, []
         roots = [self.module] if self._wraps_model else list(self)
         with self._with_placeholders():
@@ -382,7 +390,6 @@ class Pipe(nn.Module):
                 initialize_modules(roots, allocated, initialize, reports[0][0], self.devices[0])
         if self._wraps_model:
             self._runtime = None  # its stages refer to the tensors that were replaced
-        return self
 
     @property
     def group(self) -> "ProcessGroup | None":
@@ -391,6 +398,12 @@ class Pipe(nn.Module):
 
     def _with_placeholders(self) -> AbstractContextManager[None]:
         return self._layout.with_placeholders()
+
+    def _telling(self) -> AbstractContextManager[None]:
+        return self._layout.telling()
+
+    def _lost_ranks(self) -> list[str]:
+        return self._layout.lost_ranks()
 
     def _exchange_reports(self, occasion: str, report: Any) -> list[Any]:
         return self._layout.exchange_reports(occasion, report)

@@ -205,6 +205,14 @@ class PipeLayout:
         """The reports of all ranks, which call this together. A report is plain data."""
         return [report]
 
+    def telling(self) -> AbstractContextManager[None]:
+        """Inside of it, all ranks make one call. An exception of one rank is raised on all of them."""
+        return nullcontext()
+
+    def lost_ranks(self) -> list[str]:
+        """The ranks that are known to be gone, in words."""
+        return []
+
     def compare_settings(self, settings: PipeSettings, layers: Layers, state: Any, *, compare: bool) -> None:
         """Raise UsageError on all ranks if their settings differ. `state` identifies the settings."""
 

@@ -87,6 +87,13 @@ class Ranks:
         self.start(work, *args)
         return self.collect(seconds, without)
 
+    def run_without(self, lost: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of all ranks but one, which does not come back. Raises AssertionError as `run` does."""
+        outcomes = self.outcomes(work, *args, without=(lost,))
+        others = [outcome for rank, outcome in enumerate(outcomes) if rank != lost]
+        assert all(outcome and not outcome.text for outcome in others), others
+        return [outcome.result for outcome in others if outcome]
+
     def start(self, work: Callable[..., Any], *args: Any) -> None:
         """Start ``work(*args)`` on all ranks."""
         for pipe in self._pipes:

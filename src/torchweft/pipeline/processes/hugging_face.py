@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -278,7 +278,9 @@ def _clip(original: Any, accelerator: Any, parameters: Any, max_norm: float, nor
     if pipe is None:
         return original(accelerator, parameters, max_norm, norm_type)
     layout, device = layout_of(pipe), cast(Any, pipe).devices[0]
-    total = norm_over_ranks(parameters, layout.group, device, float(norm_type))
+    with layout.telling():
+        exchange = partial(layout.exchange_reports, "clip_grad_norm_")
+        total = norm_over_ranks(parameters, exchange, device, float(norm_type))
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
 

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from torchweft.core import errors
-from torchweft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError, WeftError
+from torchweft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError, WeftError, text_of
 from torchweft.pipeline.processes.connection import Connection, Handle, ReceivedFrame, Ways
 from torchweft.pipeline.processes.device_lane import DeviceLane, DeviceStreams
 from torchweft.pipeline.processes.frames import (
@@ -162,7 +162,11 @@ class Links:
         self.timeout = timeout_of(group) if timeout is None else timeout
         deadline = time.monotonic() + self.timeout
         rendezvous = Rendezvous(store_of(group), get_process_group_ranks(group), self.rank, deadline)
-        members, sockets, address = rendezvous.connect()
+        try:
+            members, sockets, address = rendezvous.connect()
+        except BaseException as error:
+            rendezvous.tell_failure(error)
+            raise
         self._members: list[RankProcess] = members
         # The sockets come first: the lanes connect through a backend that cannot name a rank which is missing.
         cpu_lane = Lane.of_gloo(group, rendezvous.store, address, self.timeout)
@@ -192,6 +196,17 @@ class Links:
         number, inbox = self.walks.open()
         self._name_walk(number, inbox, self.rank, what)
         return Walk(self, number, what, inbox)
+
+    @staticmethod
+    def fail_to_connect(group: ProcessGroup, error: BaseException) -> None:
+        """In the place of `Links(group)`, for a rank that failed before. The others raise, and can connect again."""
+        rendezvous = Rendezvous(store_of(group), get_process_group_ranks(group), group.rank(), time.monotonic())
+        rendezvous.tell_failure(error)
+
+    def open_unnamed_walk(self) -> "Walk":
+        """The next walk, for a rank that fails before it knows which one it is."""
+        number, inbox = self.walks.open()
+        return Walk(self, number, "the next walk", inbox)
 
     def close(self) -> None:
         """Part from the others in peace. They notice only when they next wait for this rank."""
@@ -309,6 +324,11 @@ class Links:
         waits = [f"rank {rank} {_in(theirs)} for rank {waiting}" for rank, (theirs, waiting) in answers.items()]
         return f"the ranks of the pipeline wait for each other: {'; '.join(waits)}. {self.name_of(self.rank)} {waited}"
 
+    def lost_ranks(self) -> list[str]:
+        """The ranks that are gone or have left, in words."""
+        left = [f"{self.name_of(rank)} has closed its connections" for rank in sorted(self.walks.parted)]
+        return [*self.walks.lost.values(), *left]
+
     def _name_walk(self, number: int, inbox: WalkInbox, rank: int, what: str) -> None:
         if not inbox.name_walk(rank, what):
             walks = sorted(inbox.walks.copy().items())  # a copy, because other readers add to it
@@ -365,14 +385,6 @@ def _device_lane(
     if not (has_nccl(group) and all(rendezvous.exchange("device", device.type == "cuda"))):
         return None
     return DeviceLane(Lane.of_nccl(group, rendezvous.store, timeout), DeviceStreams(device), timeout)
-
-
-def _text_of(error: BaseException) -> str:
-    # The other ranks must be told even if a method of the error raises. They would wait until the timeout.
-    try:
-        return str(error)[:_LONGEST_REPORT]
-    except Exception as failure:
-        return f"(its text cannot be shown: __str__ raised {type(failure).__name__})"
 
 
 def _traceback_of(error: BaseException) -> str:
@@ -469,9 +481,9 @@ class Walk:
             # A peer can see this rank leave before it notices the loss itself, and would then blame this rank.
             links.broadcast(FAILED, self._number, [RankLostError.__name__, known[1]])
         if kind in _SHARED_ERRORS:
-            text = f"{_text_of(error)}\n(raised on {name})"
+            text = f"{text_of(error)[:_LONGEST_REPORT]}\n(raised on {name})"
         else:
-            text = f"{name} raised {kind}: {_text_of(error)}\n\n{_traceback_of(error)}"
+            text = f"{name} raised {kind}: {text_of(error)[:_LONGEST_REPORT]}\n\n{_traceback_of(error)}"
         if self._inbox.fail(RankFailedError, text):
             links.broadcast(FAILED, self._number, [kind, text])
         self.close()

@@ -18,15 +18,17 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from torchweft.core.errors import RankLostError, UsageError
+from torchweft.core.errors import RankFailedError, RankLostError, UsageError, text_of
 from torchweft.pipeline.processes.lanes import PrefixStore, Store, host_of
 
 _MAGIC, _SHAKE_SECONDS, _POLL_SECONDS = b"torchweft", 5.0, 0.02
 _HELLO = struct.Struct(f"<{len(_MAGIC)}si32s")
+_FAILURE = "failure"  # the key under which a rank tells that it failed before it connected
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -54,11 +56,20 @@ class Rendezvous:
         keys = [f"{name}/{rank}" for rank in range(len(self._ranks))]
         # Polled: a blocking wait of the store could not name the ranks that are missing.
         while not self.store.check(keys):
+            if self.store.check([_FAILURE]):
+                raise RankFailedError(self.store.get(_FAILURE).decode())
             if time.monotonic() > self._deadline:
                 present = [self.store.check([key]) for key in keys]
                 raise self._missing([rank for rank, here in enumerate(present) if not here])
             time.sleep(_POLL_SECONDS)
         return [json.loads(self.store.get(key)) for key in keys]
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Let the other ranks raise, which wait for this one."""
+        with suppress(RuntimeError):  # without a store, they are gone too
+            if not self.store.check([_FAILURE]):
+                me = RankProcess(self._ranks[self._rank], socket.gethostname(), os.getpid())
+                self.store.set(_FAILURE, f"{me} raised {type(error).__name__}: {text_of(error)}")
 
     def _missing(self, places: list[int]) -> RankLostError:
         ranks = ", ".join(str(self._ranks[place]) for place in places)

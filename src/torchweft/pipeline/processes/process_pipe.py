@@ -55,6 +55,10 @@ class GroupHandle:
             )
         return self._group
 
+    @property
+    def is_known(self) -> bool:
+        return self._group is not None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupHandle":
         # A process group cannot be copied, and a copy of the pipe runs in the same processes.
         return self
@@ -79,6 +83,7 @@ class GroupLayout(PipeLayout):
         super().__init__()
         self._channel: Channel | None = None
         self._compared: Any = None
+        self._told = False  # whether the other ranks know that this one could not connect
 
     def resolve(self, check: Validator, module: Any, dims: BatchDims | None, given: LayoutArguments) -> Cuts:
         group = check.call(_checked_group, given.group)
@@ -136,8 +141,36 @@ class GroupLayout(PipeLayout):
 
     def _connect(self) -> Channel:
         if self._channel is None:
+            self._told = True  # in case of an error
             self._channel = Channel(Links(self.group, device=self._device))
+            self._told = False
         return self._channel
+
+    @contextmanager
+    def telling(self) -> Generator[None]:
+        """See `PipeLayout.telling`. An exception between walks fails the next one, in which the others wait."""
+        self._told = False
+        if self._channel is not None:
+            self._channel.failed = False
+        try:
+            yield
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        channel = self._channel
+        if channel is None:
+            if not self._told and self._handle.is_known:
+                Links.fail_to_connect(self.group, error)
+        elif channel.is_open:
+            channel.fail(error)
+        elif not channel.failed:
+            channel.fail_next(error)
+        self._told = True
+
+    def lost_ranks(self) -> list[str]:
+        return [] if self._channel is None else self._channel.links.lost_ranks()
 
     @contextmanager
     def _in_walk(self, what: str) -> Generator[Walk]:
@@ -146,8 +179,7 @@ class GroupLayout(PipeLayout):
         try:
             yield channel.walk
         except BaseException as error:
-            if (walk := channel.end()) is not None:
-                walk.fail(error)
+            channel.fail(error)
             raise
         finally:
             channel.end()  # after success, all messages of the walk were exchanged

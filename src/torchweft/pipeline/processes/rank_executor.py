@@ -32,6 +32,7 @@ _LARGE_RESULTS = 16 << 20  # bytes of results that a step sends to all ranks tog
 class Channel:
     def __init__(self, links: Links) -> None:
         self.links = links
+        self.failed = False  # whether the last walk failed
         self._walk: Walk | None = None
 
     @property
@@ -41,7 +42,22 @@ class Channel:
 
     def open(self, what: str) -> None:
         if self._walk is None:
-            self._walk = self.links.open_walk(what)
+            self._walk, self.failed = self.links.open_walk(what), False
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the open walk on all ranks, if there is one."""
+        if (walk := self.end()) is not None:
+            walk.fail(error)
+            self.failed = True
+
+    def fail_next(self, error: BaseException) -> None:
+        """Fail the walk that the other ranks will open, or have opened already, while this rank has none."""
+        self._walk = self.links.open_unnamed_walk()
+        self.fail(error)
+
+    @property
+    def is_open(self) -> bool:
+        return self._walk is not None
 
     def end(self) -> Walk | None:
         walk, self._walk = self._walk, None
@@ -165,8 +181,7 @@ class ProcessExecutor(SerialExecutor):
         return [kind(*fields) for fields in reports] if is_tuple else reports
 
     def abort(self, error: BaseException) -> None:
-        if (walk := self._channel.end()) is not None:
-            walk.fail(error)
+        self._channel.fail(error)
 
 
 def _stack_numbers(results: Sequence[Any]) -> Any:
