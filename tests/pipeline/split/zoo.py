@@ -94,7 +94,7 @@ class ShapeDriven(nn.Module):
         for i, layer in enumerate(self.blocks):
             x = x + (torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if i == 1 else layer(x))
             x += first / (i + 1)
-            if rows % 2 == 0:
+            if length % 2 == 0:
                 x = x * 1.5
         self.calls += 1
         if mask is not None:
@@ -229,6 +229,7 @@ OWN = {
         lambda n: {"x": torch.randn(n, 5 + n % 4, 8), "mask": torch.rand(n)},
         ("blocks.1", "blocks.3"),
         _square,
+        whole=True,
     ),
     "annealing": Entry(Annealing, lambda n: {"x": torch.randn(n, 8)}, ("decode",), Tensor.mean, whole=True),
     "summed loss": Entry(SummedLoss, _transcribed, ("head",), lambda output: output.loss, reduction="sum"),

@@ -19,6 +19,7 @@ from torchweft.pipeline.weights import Slot, map_tensors, replaced_in
 
 _c = cast(Any, torch._C)
 _CONTAINERS: tuple[type[Any], ...] = (list, dict, set, deque)
+_OF_MODULES = frozenset(vars(nn.Module()))
 _GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
 
 
@@ -55,8 +56,9 @@ def undisturbed(
 ) -> Generator[None]:
     """Context in which a run leaves no trace in the model and in PyTorch's generators.
 
-    The model has copies of its buffers inside. Numbers and tensors that modules store are restored at the end, and all
-    attributes of `open_modules`, because their forward() writes these again in the step itself. The caller's
+    The model has copies of its buffers inside. Numbers and tensors that modules store are restored at the end, and the
+    contents of lists, dicts and sets of `open_modules`, because their forward() adds to these in the step itself. Flags
+    stay, because what they stand for, such as hooks that a library has installed, stays too. The caller's
     modes and hooks do not see the run. Inference mode is off inside, so set the grad mode after entering.
     """
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
@@ -64,7 +66,7 @@ def undisturbed(
     sources = [*generators_of(devices), *of_modules]
     drawn = get_states(sources)
     # For all modules, because a run can open some.
-    restores = {module: keep_attributes([module]) for module, *_ in before}
+    contents = {m: _containers(m) for m, *_ in before}
     try:
         # Inference mode ends before buffers are copied. Copies made in it could not be written to under autograd.
         with torch.inference_mode(False), _unseen():
@@ -83,24 +85,35 @@ def undisturbed(
             for key in stored:
                 del now[key]
             now.update({k: value for k, value in held.items() if k in stored or type(value) in (int, float)})
-        for module in restores.keys() & {*open_modules}:
-            restores[module]()
+        for module in open_modules:
+            _restore(contents.get(module, ()))
 
 
 def keep_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Note the attributes of modules. Returns a function that restores them, and the contents of their containers."""
-    noted = [(vars(m), dict(vars(m)), [(x, x.copy()) for x in vars(m).values() if type(x) in _CONTAINERS])
-             for m in modules]  # fmt: skip
+    noted = [
+        (vars(m), dict(vars(m)), [(x, x.copy()) for x in vars(m).values() if type(x) in _CONTAINERS]) for m in modules
+    ]
 
     def restore() -> None:
         for now, before, containers in noted:
             now.clear()
             now.update(before)
-            for container, contents in containers:
-                container.clear()
-                (container.extend if isinstance(container, list | deque) else container.update)(contents)
+            _restore(containers)
 
     return restore
+
+
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The containers among the attributes of a module, with copies of them."""
+    attributes = vars(module).items()
+    return [(x, x.copy()) for name, x in attributes if type(x) in _CONTAINERS and name not in _OF_MODULES]
+
+
+def _restore(containers: Iterable[tuple[Any, Any]]) -> None:
+    for container, contents in containers:
+        container.clear()
+        (container.extend if isinstance(container, list | deque) else container.update)(contents)
 
 
 def parameter_slots(modules: Iterable[nn.Module]) -> Iterator[tuple[Slot, nn.Parameter]]:

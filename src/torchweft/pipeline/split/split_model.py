@@ -241,11 +241,17 @@ class SplitModel:
         """Compare the calls of forward() for one micro-batch with a program. With `writes`, this is the one call of
         forward() in this step, so what it writes stays."""
         restore = None if writes else keep_attributes(self._recorder.modules.open)
+        reads = [v for k in program.tail.writes for v in program.recording.steps[k].reads.values() if not writes]
+        counters = [x for x in (program.expected.own(v) for v in reads if v.kind == "own") if isinstance(x, Tensor)]
+        before = [x.detach().clone() for x in counters]
         try:
             self._follow(program, program.expected.rows, None, piece, structure)
         finally:
             if restore is not None:
                 restore()
+            with torch.no_grad():
+                for counter, number in zip(counters, before, strict=True):
+                    counter.copy_(number)
 
     def note_change(self, trials: Trials, change: ForwardChanged) -> None:
         """Exclude a program that forward() does not follow in this step. Raises SplitError if it is a new one."""
