@@ -35,7 +35,7 @@ from torchweft.core.context import ExecutionContext, on_device
 from torchweft.core.errors import SpecError, WeftError, join_faults
 from torchweft.core.segment import MicroBatchContext, Segment
 from torchweft.experts import errors
-from torchweft.experts.gradients import GradientAccumulator, GradientAccumulators, Guards, WeightCheck
+from torchweft.experts.gradients import GradientAccumulator, GradientAccumulators, Guards, Owner, WeightCheck
 from torchweft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
 from torchweft.experts.idempotency import IdempotencyTable, RequestKind
 from torchweft.experts.optimizer_step import OptimizerStep
