@@ -63,8 +63,9 @@ __all__ = [
     "InPlaceError", "InputWidthError", "InputsGoneError", "KeyReusedError", "LayerInputError", "LeaseLostError",
     "LimitError", "LostError", "MalformedError", "MixtureCommitError", "ModuleChangedError", "ModuleExitError",
     "NoExpertsError", "NoPlanWarning", "NotFiniteError", "NotOwnerError", "OverloadError", "PartitionError",
-    "QuotaError", "RandomnessError", "RankFailedError", "RankLostError", "RefusedError", "RemoteError", "ResultEvictedError",
-    "ScheduleError", "SkipError", "SkipWiringError", "SpecError", "SplitError", "StepError", "StepsLostWarning",
+    "QuotaError", "RandomnessError", "RankFailedError", "RankLostError", "RefusedError", "RemoteError",
+    "ResultEvictedError", "ScheduleError", "SkipError", "SkipWiringError", "SpecError", "SplitError",
+    "StepError", "StepsLostWarning",
     "TooFewAnswersError", "TooManyRowsError", "TruncatedError", "UnknownExpertError", "UnreachableError", "UsageError",
     "WeftError", "WeightsError", "WireError",
 ]  # fmt: skip
