@@ -64,7 +64,8 @@ __all__ = [
     "LimitError", "LostError", "MalformedError", "MixtureCommitError", "ModuleChangedError", "ModuleExitError",
     "NoExpertsError", "NoPlanWarning", "NotFiniteError", "NotOwnerError", "OverloadError", "PartitionError",
     "QuotaError", "RandomnessError", "RankFailedError", "RankLostError", "RefusedError", "RemoteError",
-    "ResultEvictedError", "ScheduleError", "SkipError", "SkipWiringError", "SpecError", "SplitError", "StepError", "StepsLostWarning",
+    "ResultEvictedError", "ScheduleError", "SkipError", "SkipWiringError", "SpecError", "SplitError", "StepError",
+    "StepsLostWarning",
     "TooFewAnswersError", "TooManyRowsError", "TruncatedError", "UnknownExpertError", "UnreachableError", "UsageError",
     "WeftError", "WeightsError", "WireError",
 ]  # fmt: skip
