@@ -242,7 +242,8 @@ class SplitModel:
         forward() in this step, so what it writes stays."""
         restore = None if writes else keep_attributes(self._recorder.modules.open)
         reads = [v for k in program.tail.writes for v in program.recording.steps[k].reads.values() if not writes]
-        counters = [x for x in (program.expected.own(v) for v in reads if v.kind == "own") if isinstance(x, Tensor)]
+        owned: list[Any] = [program.expected.own(value) for value in reads if value.kind == "own"]
+        counters = [x for x in owned if isinstance(x, Tensor)]  # None if another rank has it
         before = [x.detach().clone() for x in counters]
         try:
             self._follow(program, program.expected.rows, None, piece, structure)
