@@ -42,6 +42,18 @@ class RecordedCall(NamedTuple):
         pairs = zip(leaves, self.axes, strict=True)
         return unflatten(structure, [x if k is None else x.narrow(k, self.start, self.rows) for x, k in pairs])
 
+    @property
+    def neighbour(self) -> "RecordedCall":
+        """The next micro-batch, or the one before the last one."""
+        return self._replace(number=self.number + 1 if self.number + 1 < len(self.sizes) else self.number - 1)
+
+    def with_neighbour(self) -> Any:
+        """The arguments of this micro-batch and its neighbour."""
+        leaves, structure = flatten(self.arguments)
+        start, rows = min(self.start, self.neighbour.start), self.rows + self.neighbour.rows
+        pairs = zip(leaves, self.axes, strict=True)
+        return unflatten(structure, [x if k is None else x.narrow(k, start, rows) for x, k in pairs])
+
     def taken(self, index: Sequence[int]) -> Any:
         """The arguments with these rows of the micro-batch."""
         leaves, structure = flatten(self.piece)
@@ -89,14 +101,9 @@ class RowForms:
         assert form is not None
         # Without steps that depend on inputs only: a range over the rows of a mini-batch, say, is no value of a block.
         before = [k for k in form.partners if k not in tail.steps | tail.pure]
-        rows, front = call.rows, longer.front
-        faults, unproven = find_mixed_rows(recording, longer.recording, form, rows, before, training=True, front=front)
-        if faults or unproven:
-            # Dropout differs between two recordings, and a batch norm uses the rows of its batch. So the blocks run in
-            # eval mode, and then both have the same values.
-            others = self._record_in_eval(recording, longer, call)
-            if others is not None:
-                faults, unproven = find_mixed_rows(*others, form, rows, before, training=False, front=front)
+        faults, unproven = self._find_mixed(recording, longer, form, before, call)
+        if not faults and not form.by_whole:
+            faults = self._find_mixed_with_neighbour(recording, before, call)
         regrouped = [value for value, _ in tail.enters if tail.kind_of(value).name == "several"]
         places = {(value.step, value.key) for value in regrouped} & unproven
         faults += [f"{recording.steps[k]}: whether rows of its result stay together is not known" for k, _ in places]
@@ -108,6 +115,37 @@ class RowForms:
                 "comparison:"
             )
             raise BatchError(join_faults(headline, faults))
+
+    def _find_mixed_with_neighbour(self, recording: Recording, steps: Sequence[int], call: RecordedCall) -> list[str]:
+        """The first step whose rows differ if the rows of another micro-batch are added, in words."""
+        # Rows that are there twice change no largest value. Of two micro-batches, one lacks the largest value of both.
+        neighbour = call.neighbour
+        together = call.with_neighbour()
+        both = self._recorder.record(*together, keep=True)
+        alone = self._recorder.record(*neighbour.piece, keep=True)
+        start = min(call.start, neighbour.start)
+        for one, of_call in ((recording, call), (alone, neighbour)):
+            # They can take another branch, so only the steps before it are compared.
+            beginning = RowForm(one, both, of_call.rows, call.rows + neighbour.rows)
+            compared = [k for k in steps if k in beginning.partners]
+            longer = Longer(both, together, of_call.start - start)
+            if faults := self._find_mixed(one, longer, beginning, compared, of_call)[0]:
+                return faults
+        return []
+
+    def _find_mixed(
+        self, recording: Recording, longer: Longer, form: RowForm, steps: Sequence[int], call: RecordedCall
+    ) -> tuple[list[str], set[tuple[int, int]]]:
+        """See `find_mixed_rows`."""
+        rows, front = call.rows, longer.front
+        found = find_mixed_rows(recording, longer.recording, form, rows, steps, training=True, front=front)
+        if found != ([], set()):
+            # Dropout differs between two recordings, and a batch norm uses the rows of its batch. So the blocks run in
+            # eval mode, and then both have the same values.
+            others = self._record_in_eval(recording, longer, call)
+            if others is not None:
+                return find_mixed_rows(*others, form, rows, steps, training=False, front=front)
+        return found
 
     def _record_in_eval(
         self, first: Recording, longer: Longer, call: RecordedCall

@@ -243,7 +243,7 @@ class SplitModel:
         restore = None if writes else keep_attributes(self._recorder.modules.open)
         reads = [v for k in program.tail.writes for v in program.recording.steps[k].reads.values() if not writes]
         owned: list[Any] = [program.expected.own(value) for value in reads if value.kind == "own"]
-        counters = [x for x in owned if isinstance(x, Tensor)]  # None if another rank has it
+        counters: list[Tensor] = [x for x in owned if x is not None]  # or another rank has it
         before = [x.detach().clone() for x in counters]
         try:
             self._follow(program, program.expected.rows, None, piece, structure)
