@@ -375,7 +375,7 @@ class JoinedOutput:
     ) -> None:
         """Outputs must not share memory with the tensors of `given`, and must have the `rows` of the micro-batches
         along `axis`, or with `several` a multiple of them. `weights` are factors for outputs that are one number per
-        micro-batch, which are added up. Of an output whose axis is None, that of the first micro-batch counts."""
+        micro-batch, which are added up. An axis of None means that the output of the first micro-batch counts."""
         self._given, self._axis, self._rows, self._several = given, axis, rows, several
         self.weights: Sequence[float] = weights or ()
         self._pieces, self._structure = 0, LEAF

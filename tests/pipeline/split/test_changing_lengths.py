@@ -16,7 +16,7 @@ from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import gpt2
 from torchweft.core.errors import BatchError
 from torchweft.pipeline.microbatch import micro_sizes
-from torchweft.pipeline.split import split_model
+from torchweft.pipeline.split import model_programs
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -103,8 +103,8 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         seen.append(program)
         return plain(recorder, program, *call)
 
-    plain = split_model.verify
-    monkeypatch.setattr(split_model, "verify", counted)
+    plain = model_programs.verify
+    monkeypatch.setattr(model_programs, "verify", counted)
     return seen
 
 

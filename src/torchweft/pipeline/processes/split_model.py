@@ -30,13 +30,13 @@ from torchweft.pipeline.processes.ownership import HiddenTensors, Use, find_uses
 from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.processes.tail_exchange import StopForward, TailExchange
 from torchweft.pipeline.split.expected import TailNeedsMore
+from torchweft.pipeline.split.model_programs import FollowedRecording, SplitModel, StepChoice
 from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.program import Copies, Program, SplitCall, SplitStage, StepPrograms
-from torchweft.pipeline.split.program_cache import Trials
+from torchweft.pipeline.split.program_cache import PROGRAMS, Trials
 from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.recording import Reads, RecordedValue
 from torchweft.pipeline.split.row_forms import RecordedCall
-from torchweft.pipeline.split.split_model import FollowedRecording, SplitModel, StepChoice
 from torchweft.pipeline.split.stated_rule import Numbers
 from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.split.whole_forward import ForwardChanged
@@ -71,7 +71,7 @@ class ProcessSplitModel(SplitModel):
     loans: Loans  # set by `stages`
 
     def __init__(self, placement: TensorPlacement, *args: Any, latest: Program | None = None) -> None:
-        self._placement, self._first = placement, placement.workers[0]
+        self._placement = placement
         self._calls = CollectiveCalls(placement.rank, placement.device)
         self._sent_buffers: dict[str, tuple[Tensor, int]] = {}
         self._numbers = count()
@@ -79,7 +79,6 @@ class ProcessSplitModel(SplitModel):
         self._dropped: list[int] = []
         self._written: set[str] = set()  # buffers that the code between blocks writes to
         self._followed: dict[int, FollowedRecording] = {}
-        self._reference_numbers: dict[FollowedRecording, int] = {}
         super().__init__(*args)
         # Guards on these run in their stage only, because the first rank cannot evaluate them before a step.
         self._foreign = {name for name, rank in placement.owners.items() if rank != self._first}
@@ -87,13 +86,20 @@ class ProcessSplitModel(SplitModel):
         self._absent = {name for name, rank in placement.owners.items() if rank != placement.rank} & parameters
         self.latest = latest
 
+    @property
+    def _first(self) -> int:
+        return self._placement.workers[0]
+
     def _new_recorder(self) -> ForwardRecorder:
         self._collective_recorder = CollectiveRecorder(self._calls, self.model, self.split, self.devices)
         return self._collective_recorder
 
     def set_channel(self, channel: Channel, *, shares_output: bool) -> None:
-        self._channel, self._shares_output = channel, shares_output
         self._calls.set_channel(channel)
+        rank, last = self._calls.rank, self._placement.workers[-1]
+        self._new_exchange = partial(
+            TailExchange, channel, rank, last, self._placement.device, shares_output=shares_output
+        )
 
     def choose(self, *args: Any, **how: Any) -> StepChoice:
         """See `SplitModel.choose`. The arguments count on the rank of the first stage only."""
@@ -104,7 +110,7 @@ class ProcessSplitModel(SplitModel):
         choice = super().choose(*args, **how)
         assert choice.plan is not None
         numbers = [program.number for program in choice.programs]
-        reference = None if choice.reference is None else self._reference_numbers[choice.reference]
+        reference = None if choice.reference is None else choice.reference.number
         # All ranks run forward(): on all rows if its end does, else on the first micro-batch.
         sizes, leaves = choice.plan.sizes, choice.leaves
         if not choice.programs[0].joins_rows:
@@ -140,8 +146,7 @@ class ProcessSplitModel(SplitModel):
         joins = choice.programs[0].joins_rows
         if joins:
             self._reject_tracked_inputs(choice)
-        last, device = self._placement.workers[-1], self._placement.device
-        end = TailExchange(self._channel, self._calls.rank, last, device, shares_output=self._shares_output)
+        end = self._new_exchange()
         try:
             with self._placement.hidden.placeholders():
                 result = super().run(choice, partial(self._serve_together, serve, end))
@@ -197,7 +202,7 @@ class ProcessSplitModel(SplitModel):
         if found is not None:
             number, step, words = found
             change = ForwardChanged(step, words)
-            change.program = self._by_number[number] if number >= 0 else self._followed[max(self._followed)]
+            change.program = self._by_number[number] if number >= 0 else next(reversed(self._followed.values()))
             raise change from None
 
     def note_change(self, trials: Trials, change: ForwardChanged) -> None:
@@ -249,8 +254,10 @@ class ProcessSplitModel(SplitModel):
             if action == "follow":
                 reference = super()._new_reference(RecordedCall(*args[1:]), self._by_number[args[0]])
                 self._reject_lacking(reference.tail)
-                number = len(self._followed)
-                self._followed[number], self._reference_numbers[reference] = reference, number
+                while len(self._followed) >= PROGRAMS:
+                    del self._followed[next(iter(self._followed))]
+                reference.number = next(self._numbers)
+                self._followed[reference.number] = reference
                 return reference
             if action == "verify":
                 return super()._verify_on(self._by_number[args[0]], args[1])

@@ -56,13 +56,13 @@ class ExpectedCalls:
     def __init__(self, model: nn.Module, recording: Recording, tail: Tail, rows: int) -> None:
         self._model, self._tail, self.rows = model, tail, rows
         form = tail.form
-        self.recording, self.steps = recording, recording.steps
+        self.recording = recording
         self.blocks = list(dict.fromkeys(step.module for step in self.steps if step.module is not None))
         self._plain = [_plain_arguments(step, None if form is None else form.arguments_of(k))
                        for k, step in enumerate(self.steps)]  # fmt: skip
         self._reads = [list(step.reads.items()) for step in self.steps]
         self._versions = {v: version(v.key) for step in self.steps for v in step.reads.values() if v.kind == "const"}
-        # Inputs whose object becomes another value, by a write in place or because a block returns it.
+        # Inputs that become another value, by a write in place or because a block returns it.
         changed = {step.reads.get(k) for step in self.steps for k in (*step.writes, *step.same.values())}
         self._changed = [k for k, value in enumerate(recording.inputs) if value in changed]
         self._slots: dict[str, tuple[dict[str, Any], str]] = {}
@@ -70,6 +70,10 @@ class ExpectedCalls:
         self._implied: WeakKeyDictionary[ExpectedCalls, bool] = WeakKeyDictionary()
         self._shapes: dict[int, dict[RecordedValue, tuple[int, ...]]] = {}
         self._bases: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    @property
+    def steps(self) -> list[Instruction]:
+        return self.recording.steps
 
     def inputs(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments of forward(). An object that becomes another value is replaced by a view of it."""

@@ -117,7 +117,7 @@ class RowForms:
             raise BatchError(join_faults(headline, faults))
 
     def _find_mixed_with_neighbour(self, recording: Recording, steps: Sequence[int], call: RecordedCall) -> list[str]:
-        """The first step whose rows differ if the rows of another micro-batch are added, in words."""
+        """The first step with rows that differ if the rows of another micro-batch are added, in words."""
         # Rows that are there twice change no largest value. Of two micro-batches, one lacks the largest value of both.
         neighbour = call.neighbour
         together = call.with_neighbour()

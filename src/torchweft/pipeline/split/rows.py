@@ -1,4 +1,4 @@
-"""How the values of forward() depend on the number of rows, found by recording the model with two numbers of rows.
+"""The dependence of the values of forward() on the number of rows, found by recording it with two numbers of rows.
 
     step                4 rows      7 rows
     block(x)            [4, 5]      [7, 5]     rows: one axis is exactly the rows
@@ -41,7 +41,7 @@ class RowKind(NamedTuple):
 
 NONE, MIXED = RowKind("none"), RowKind("mixed")
 
-# How a plain argument depends on the number of rows: it is the same, it is proportional, or it must not be compared.
+# Dependence of a plain argument on the number of rows: it is the same, it is proportional, or it must not be compared.
 Dependence = Literal["same", "proportional", "unknown"] | tuple["Dependence", ...]
 
 

@@ -31,12 +31,12 @@ from torchweft.pipeline.sequential import (
 from torchweft.pipeline.split.auto import Arguments, automatic_split
 from torchweft.pipeline.split.expected import TailNeedsMore
 from torchweft.pipeline.split.huggingface import accepts, without_cache
+from torchweft.pipeline.split.model_programs import SplitModel, StepChoice
 from torchweft.pipeline.split.modules import check_names
 from torchweft.pipeline.split.program import (
     CrossingValue,
 )
 from torchweft.pipeline.split.program_cache import Trials
-from torchweft.pipeline.split.split_model import SplitModel, StepChoice
 from torchweft.pipeline.split.whole_forward import ForwardChanged
 from torchweft.pipeline.stage import Stage
 from torchweft.pipeline.tracing import Observer

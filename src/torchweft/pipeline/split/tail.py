@@ -24,7 +24,7 @@ from torchweft.pipeline.split.recording import (
 )
 from torchweft.pipeline.split.rows import NONE, RowForm, RowKind
 
-# How forward() on all rows performs a step: it is answered by a tensor without numbers, because the stages run it; it
+# The way of a step in forward() on all rows: it is answered by a tensor without numbers, because the stages run it; it
 # runs here too, because the tail needs its result and it depends on inputs and parameters only; or it is in the tail.
 Way = Literal["answer", "here", "tail"]
 

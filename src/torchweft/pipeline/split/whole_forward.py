@@ -16,9 +16,9 @@ are then the first micro-batch.
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,25 @@ from torchweft.pipeline.split.tail import Tail
 
 _CALL = "_compiled_call_impl"  # nn.Module calls this attribute, if it is set, in place of its hooks and its forward()
 _ABSENT = object()
+
+
+class Caller(NamedTuple):
+    """The surroundings of the call of a pipe: thread, context variables, grad mode and autocasts."""
+
+    thread: int
+    context: Context
+    grad: bool
+    casts: list[tuple[str, torch.dtype, bool]]
+
+    @staticmethod
+    def here() -> "Caller":
+        return Caller(threading.get_ident(), copy_context(), torch.is_grad_enabled(), casts_of_thread())
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Call in these surroundings, and not in those of the line of forward() at which the tail begins. forward() can
+        also set context variables, such as one that collects the outputs of its blocks."""
+        changed = [x for x, now in zip(self.casts, casts_of_thread(), strict=True) if x != now]
+        return self.context.run(in_modes, self.grad, changed, call)
 
 
 class ForwardChanged(BaseException):
@@ -85,10 +104,7 @@ class WholeForward(TorchFunctionMode):
         self._served = False
         self._joined: Values = {}  # values of the stages that forward() does not hold yet
         self._branch = ""  # a decision that all rows take otherwise than a micro-batch, in words
-        self._thread = threading.get_ident()
-        # Of the caller. forward() can set variables, such as one that collects the outputs of its blocks.
-        self._context = copy_context()
-        self._outer = torch.is_grad_enabled(), casts_of_thread()
+        self._caller = Caller.here()
         self._compiled: list[tuple[nn.Module, Any]] = []  # blocks that are answered, and what they had at `_CALL`
 
     def run(self, model: nn.Module, leaves: Sequence[Any], structure: Structure, open_modules: Any) -> Any:
@@ -133,7 +149,7 @@ class WholeForward(TorchFunctionMode):
     def _call_block(self, module: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
         plain = cast(Any, module)._call_impl if compiled in (None, _ABSENT) else compiled
         # Other threads can use the module at the same time, such as an evaluation.
-        if self._busy or threading.get_ident() != self._thread:
+        if self._busy or threading.get_ident() != self._caller.thread:
             return plain(*args, **kwargs)
         # Functions inside are part of the block. One of them could be equal to the next step.
         self._busy = True
@@ -187,8 +203,8 @@ class WholeForward(TorchFunctionMode):
         return None
 
     def _fault_of_modes(self, k: int) -> str | None:
-        step, (grad, casts) = self._expected.steps[k], self._outer
-        changed = torch.is_grad_enabled() != grad, [x for x in casts_of_thread() if x not in casts]
+        step, caller = self._expected.steps[k], self._caller
+        changed = torch.is_grad_enabled() != caller.grad, [x for x in casts_of_thread() if x not in caller.casts]
         return None if changed == (step.modes or (False, [])) else f"it calls {step} in another grad mode or autocast"
 
     def _run_unexpected(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -290,11 +306,8 @@ class WholeForward(TorchFunctionMode):
             return
         self._served = True
         self._remove_answers()
-        # In the modes of the caller, and not in those of the line at which the tail begins.
-        grad, casts = self._outer
-        changed = [x for x, now in zip(casts, casts_of_thread(), strict=True) if x != now]
         with self._outside():
-            joined = self._context.run(in_modes, grad, changed, self._serve)
+            joined = self._caller.run(self._serve)
         enters = [entering.value for entering in self._tail.enters]
         self._joined = dict(zip(enters, joined, strict=True))
         del joined
@@ -338,7 +351,7 @@ class WholeForward(TorchFunctionMode):
 
             def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
                 bound = apply.__get__(None, cls)
-                if self._is_native or threading.get_ident() != self._thread:
+                if self._is_native or threading.get_ident() != self._caller.thread:
                     return bound(*args, **kwargs)
                 with self._outside():
                     return self.__torch_function__(bound, (), args, kwargs)

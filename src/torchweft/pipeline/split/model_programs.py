@@ -50,6 +50,7 @@ class FollowedRecording:
 
     def __init__(self, tail: Tail, expected: ExpectedCalls) -> None:
         self.tail, self.expected = tail, expected
+        self.number = 0  # identifies it in messages between ranks
 
 
 class StepChoice(NamedTuple):
@@ -192,8 +193,11 @@ class SplitModel:
             raise
 
     def _repeat(self, choice: StepChoice, more: TailNeedsMore, before: Any) -> None:
-        """Prepare to repeat a step whose tail needs a value that the stages did not keep. `before` holds the versions
-        of buffers, the generators and their states from before the step. Raises BatchError if it cannot be repeated."""
+        """Prepare to repeat a step, because its tail needs a value that the stages did not keep.
+
+        `before` holds the versions of buffers, the generators and their states from before the step. Raises BatchError
+        if it cannot be repeated.
+        """
         buffers, sources, states = before
         used = choice.programs[0].recording.steps[more.place[0]]
         self._keep_more(list(dict.fromkeys(choice.programs)), more)
@@ -206,7 +210,7 @@ class SplitModel:
         set_states(sources, states)
 
     def _follow_first_fitting(self, programs: Sequence[Program], choice: StepChoice, serve: Callable[[], Any]) -> Any:
-        """Follow the first program whose decisions by inputs are those of all rows. If there is none, the first one."""
+        """Follow the first program with the decisions of all rows, as far as inputs make them. Else the first one."""
         assert choice.plan is not None
         rows, structure = sum(choice.plan.sizes), choice.plan.structure
         if choice.reference is not None:
@@ -391,7 +395,7 @@ class SplitModel:
                         "code that depends on state which changes in every run into a submodule"
                     ) from None
                 continue
-            # An interrupt too: a program whose comparison did not end must not be trusted.
+            # An interrupt too: a program must not be trusted if its comparison did not end.
             except BaseException as error:
                 add_advice(error)
                 self._drop(program)
