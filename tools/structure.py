@@ -164,7 +164,7 @@ def pipe_walks() -> list[Figure]:
     # Program choice, program, state it read, displayed class; and forward() on all rows: expected calls, tail, forms.
     files = found[0].value + 12
     split = public("Pipe")(Residual(), chunks=2, split=["second"], devices=["cpu", "cpu"], executor="serial")
-    calls = found[1].value + 105
+    calls = found[1].value + 120
     budget = (files, files), (calls, calls)
     walk = walked("Pipe with split=, serial", lambda: lambda: split(x).sum().backward(), 14, *budget)
     return [*found, *walk]

@@ -45,7 +45,7 @@ _CALL = "_compiled_call_impl"  # nn.Module calls this attribute, if it is set, i
 _ABSENT = object()
 
 
-class Caller(NamedTuple):
+class CallerState(NamedTuple):
     """The surroundings of the call of a pipe: thread, context variables, grad mode and autocasts."""
 
     thread: int
@@ -54,8 +54,8 @@ class Caller(NamedTuple):
     casts: list[tuple[str, torch.dtype, bool]]
 
     @staticmethod
-    def here() -> "Caller":
-        return Caller(threading.get_ident(), copy_context(), torch.is_grad_enabled(), casts_of_thread())
+    def here() -> "CallerState":
+        return CallerState(threading.get_ident(), copy_context(), torch.is_grad_enabled(), casts_of_thread())
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call in these surroundings, and not in those of the line of forward() at which the tail begins. forward() can
@@ -104,7 +104,7 @@ class WholeForward(TorchFunctionMode):
         self._served = False
         self._joined: Values = {}  # values of the stages that forward() does not hold yet
         self._branch = ""  # a decision that all rows take otherwise than a micro-batch, in words
-        self._caller = Caller.here()
+        self._caller = CallerState.here()
         self._compiled: list[tuple[nn.Module, Any]] = []  # blocks that are answered, and what they had at `_CALL`
 
     def run(self, model: nn.Module, leaves: Sequence[Any], structure: Structure, open_modules: Any) -> Any:
