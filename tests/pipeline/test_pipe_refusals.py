@@ -272,3 +272,13 @@ def test_a_gpu_that_captures_a_graph_refuses_a_step() -> None:
     with pytest.raises(UsageError, match="while a CUDA graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         pipe(x)
     assert pipe(x).shape == (4, 4)
+
+
+def test_layers_replaced_in_the_sequential_are_refused() -> None:
+    """The pipe would go on with the former layers."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    pipe = weft.Pipe(model, chunks=2, balance=[2, 1], devices=["cpu"] * 2)
+    pipe(torch.randn(4, 4))
+    model[2] = nn.Linear(4, 2)
+    with pytest.raises(UsageError, match="were replaced after the Pipe was made"):
+        pipe(torch.randn(4, 4))

@@ -278,6 +278,7 @@ class Pipe(nn.Module):
         if self._wraps_model:
             layout = cast("SplitLayout", self._layout)
             return layout.run_step(self, self._current_runtime, args, kwargs, targets, self._observer)
+        self._layout.reject_other_source()
         runtime, fixed = self._current_runtime(), self._fixed
         axes = fixed.dims.whole
         request = PipeCall(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runt
 import torch
 from torch import nn
 
+from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator
 from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
 from torchweft.pipeline.config import (
@@ -121,6 +122,7 @@ class PipeLayout:
 
     def __init__(self) -> None:
         self._partitions: tuple[Any, list[nn.Sequential]] = (None, [])
+        self._source: tuple[nn.Sequential, list[nn.Module]] | None = None
 
     def resolve(self, check: Validator, module: Any, dims: BatchDims | None, given: LayoutArguments) -> Cuts:
         """Return the stages for the arguments of a pipe. Notes all faults of the arguments and the model in `check`."""
@@ -150,11 +152,20 @@ class PipeLayout:
         """Return the layers that become children of the pipe. `deferred`: convert their batch norms."""
         self._fixed = fixed
         layers = cast("nn.Sequential", model)
+        self._source = layers, list(layers)
         pairs = zip(layers_of(layers), _device_per_layer(settings), strict=True)
         converted = [
             (name, convert_deferred_batch_norm(layer) if deferred else layer, device) for (name, layer), device in pairs
         ]
         return [(name, layer if on_meta(layer) else layer.to(device)) for name, layer, device in converted]
+
+    def reject_other_source(self) -> None:
+        """Raise UsageError if the `nn.Sequential` has other layers than when the pipe was made from it."""
+        if self._source is not None and list(self._source[0]) != self._source[1]:
+            raise UsageError(
+                "layers of the nn.Sequential were replaced after the Pipe was made from it, and the pipe still has the "
+                "former ones; make the Pipe again"
+            )
 
     def stages(self, settings: PipeSettings, layers: Layers) -> tuple[list[Stage], Crossing]:
         partitions = self.partitions(settings, layers)

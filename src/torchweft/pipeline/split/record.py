@@ -124,6 +124,13 @@ class ForwardRecorder:
             while (recording := self._record(args, kwargs, keep)) is None:
                 pass  # until tensors leave a block only through its return value
         missing = [] if optional else [name for name in self.modules.split.values() if name not in recording.cuts]
+        read = {value.key for step in recording.steps for value in step.reads.values() if value.kind == "own"}
+        if used := [name for name in missing if any(key.startswith(f"{name}.") for key in read)]:
+            raise SplitError(
+                f"forward of {type(self.model).__name__} uses the parameters of the split points {used}, but does not "
+                "call them as modules, so it cannot be cut there: write layer(x), not layer.forward(x), which also "
+                "skips hooks, nor functional.linear(x, layer.weight)"
+            )
         if missing:
             raise SplitError(
                 f"forward of {type(self.model).__name__} never called the split points {missing}, so it cannot be cut "
