@@ -4,8 +4,9 @@
     torch        pipelining.pipeline(...)          traced stages, run one after the other with 2 and then 3 rows
 
 Costs are measured with one micro-batch of a GPT-2 with 12 layers in 4 stages. The recorded program is compared with
-forward(), both with backward and in the caller's thread. A recording is measured in plain forwards. The choice of the
-programs for a step of 8 micro-batches is measured in milliseconds.
+forward(), both with backward and in the caller's thread. A recording is measured in plain forwards. A step of 8
+micro-batches with labels is compared with a loop over them. The choice of its programs, and the call of forward() on
+all rows up to the stages, are shares of the step.
 
 Dynamic padding consists of training steps with random rows and lengths, so that most micro-batches have a new shape.
 Each batch goes through the pipe and the plain model in turn. The processor time of all steps is compared.
@@ -18,7 +19,8 @@ import random
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -31,6 +33,7 @@ from benchmarks.table import Row, Table, at_most
 from torchweft.core.pytree import flatten, unflatten
 from torchweft.pipeline.microbatch import micro_sizes, plan_split
 from torchweft.pipeline.split.program import InterBlockParameters
+from torchweft.pipeline.split.program_cache import Trials
 
 _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
 _LLAMA = {**_SMALL, "num_key_value_heads": 1, "use_cache": False}
@@ -176,6 +179,7 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
     pipe = weft.Pipe(model, chunks=8, sample={"input_ids": tokens}, **options)
     cut = pipe._layout._current_model(pipe)
     program, code = cut.latest, InterBlockParameters(model, set().union(*cut.members.owned))  # as in the stages
+    leaves = [tokens if value.key == "input_ids" else False for value in program.recording.inputs]  # and use_cache
 
     def trained(call: Callable[[], Any]) -> Callable[[], None]:
         def both() -> None:
@@ -185,15 +189,32 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
         return both
 
     batch = {"input_ids": tokens.repeat(2, 1), "attention_mask": torch.ones(8, 32, dtype=torch.long)}
-    cut.choose((), batch, 8, 0, check=True, graph=False, joins=True)
-    cut.choose((), batch, 8, 0, check=True, graph=False, joins=True)
+    choose = partial(cut.choose, (), batch, 8, 0, check=True, graph=False, outputs=True)
+    choose(Trials())
+    labels = batch["input_ids"]
+
+    def in_parts() -> None:
+        for ids, mask, goal in zip(*(x.split(1) for x in (*batch.values(), labels)), strict=True):
+            (model(input_ids=ids, attention_mask=mask, labels=goal).loss / 8).backward()
+        model.zero_grad()
+
+    def step() -> None:
+        pipe(**batch, labels=labels).loss.backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        step()
+    chosen = choose(Trials())
     result = race(
         {
             "plain": trained(lambda: model(input_ids=tokens)),
-            "program": trained(lambda: program.replay([tokens], code.get)),
+            "program": trained(lambda: program.replay(leaves, code.get)),
             "forward": lambda: model(input_ids=tokens),
             "record": lambda: cut._recorder.record((), {"input_ids": tokens}),
-            "choose": lambda: cut.choose((), batch, 8, 0, check=True, graph=False, joins=True),
+            "choose": lambda: choose(Trials()),
+            "calls": lambda: _calls_until_the_stages(cut, chosen),
+            "in parts": in_parts,
+            "step": step,
         },
         rounds=rounds,
         sample=0.01 if rounds < 5 else 0.1,
@@ -203,11 +224,24 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
         "program / plain, forward and backward": (program_cost, 1.02),
         "a recording, in plain forwards": (result.ratio("record", "forward"), 4.0),
         "choosing programs of a step, ms": (result.median("choose") * 1e3, 0.5),
+        "forward() on all rows before the stages, share of a step": (result.ratio("calls", "step"), 0.02),
+        "choosing programs, share of a step": (result.ratio("choose", "step"), 0.02),
+        "step with labels / micro-batches in a loop": (result.ratio("step", "in parts"), 1.05),
     }
     return [
         {"model": f"GPT-2, 12 layers, d {width}", "figure": name, "measured": f"{value:.3f}", **at_most(value, limit)}
         for name, (value, limit) in figures.items()
     ]
+
+
+def _calls_until_the_stages(cut: Any, chosen: Any) -> None:
+    """Call forward() on all rows until its end begins, without the stages."""
+
+    def stop(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        cut.run(chosen, stop)
 
 
 def _dynamic_padding(transformers: Any, steps: int) -> list[Row]:

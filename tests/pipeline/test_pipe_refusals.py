@@ -277,7 +277,7 @@ def test_a_gpu_that_captures_a_graph_refuses_a_step() -> None:
 def test_layers_replaced_in_the_sequential_are_refused() -> None:
     """The pipe would go on with the former layers."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    pipe = weft.Pipe(model, chunks=2, balance=[2, 1], devices=["cpu"] * 2)
+    pipe = Pipe(model, chunks=2, balance=[2, 1], devices=["cpu"] * 2)
     pipe(torch.randn(4, 4))
     model[2] = nn.Linear(4, 2)
     with pytest.raises(UsageError, match="were replaced after the Pipe was made"):
