@@ -31,7 +31,7 @@ from torchweft.experts import errors
 from torchweft.experts.idempotency import IdempotencyTable, RequestKind
 from torchweft.experts.schema import FlatSchema
 from torchweft.experts.task import Answer, BatchQueue, CallerStream, Results, Task, answer_waiters
-from torchweft.experts.telemetry import PoolStatistics, WorkObserver
+from torchweft.experts.telemetry import PoolStatistics, WorkObserver, process_observed
 
 
 @dataclass(frozen=True)
@@ -484,7 +484,9 @@ class TaskPool:
         """Work on a batch from `next_batch` and answer every task in it. Raises only `DeviceLostError`."""
         start, observer = time.monotonic(), self._observer
         try:
-            answers = self.process(tasks) if observer is None else self._process_observed(tasks, observer)
+            answers = (
+                self.process(tasks) if observer is None else process_observed(self.process, self.name, tasks, observer)
+            )
             if len(answers) != len(tasks):
                 raise errors.ExpertError(f"pool {self.name!r} got {len(answers)} answers for {len(tasks)} tasks")
         except BaseException as error:  # a fault of the process, not of a task, but every waiter needs an answer
@@ -492,23 +494,6 @@ class TaskPool:
         self._finish_tasks(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
         if isinstance(answers[0], errors.DeviceLostError):
             raise answers[0]
-
-    def _process_observed(self, tasks: Sequence[Task], observer: WorkObserver) -> Sequence[Answer]:
-        answers: Sequence[Answer] = []
-        failure: BaseException | None = None
-        try:
-            with observer.batch_span(self.name, tasks):
-                answers = self.process(tasks)
-                failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)
-                if failure is not None:  # so that the span ends with the error
-                    raise failure
-        except BaseException as error:
-            if error is not failure:
-                raise
-        for task, answer in zip(tasks, answers, strict=False):
-            if isinstance(answer, BaseException):
-                observer.task_failed(self.name, task, answer)
-        return answers
 
     def run_batch(self) -> bool:
         """Take the next batch and process it. Returns whether there was one, and holds no task afterwards."""

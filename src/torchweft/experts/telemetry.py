@@ -14,7 +14,7 @@ trace=observer.current)`` propagates the trace, a W3C ``traceparent``. opentelem
 
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -196,3 +196,24 @@ class RuntimeStatistics:
     busy: float
     seconds: float
     working_on: str | None
+
+
+def process_observed(
+    process: Callable[[Sequence[Any]], Sequence[Any]], pool: str, tasks: Sequence[Any], observer: WorkObserver
+) -> Sequence[Any]:
+    """Process the tasks of a batch in a span of the observer, which ends with the first error among the answers."""
+    answers: Sequence[Any] = []
+    failure: BaseException | None = None
+    try:
+        with observer.batch_span(pool, tasks):
+            answers = process(tasks)
+            failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+            if failure is not None:  # so that the span ends with the error
+                raise failure
+    except BaseException as error:
+        if error is not failure:
+            raise
+    for task, answer in zip(tasks, answers, strict=False):
+        if isinstance(answer, BaseException):
+            observer.task_failed(pool, task, answer)
+    return answers

@@ -34,7 +34,7 @@ from torchweft.pipeline.split.program import Program, SplitCall, SplitStage
 from torchweft.pipeline.split.program_cache import PROGRAMS, ProgramCache, Trials
 from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.recording import Devices, Recording
-from torchweft.pipeline.split.row_forms import Longer, RecordedCall, RowForms, drop_copies
+from torchweft.pipeline.split.row_forms import LongerRecording, RecordedCall, RowForms, drop_copies
 from torchweft.pipeline.split.rows import RowForm, identity
 from torchweft.pipeline.split.stated_rule import Numbers, Reduction, StatedRule, run_for_numbers
 from torchweft.pipeline.split.tail import Tail
@@ -312,7 +312,7 @@ class SplitModel:
         if form is None:
             whole = self._recorder.record(*call.arguments, keep=True)
             form = RowForm(recording, whole, call.rows, sum(call.sizes), by_whole=True)
-            longer = Longer(whole, call.arguments, call.start)
+            longer = LongerRecording(whole, call.arguments, call.start)
         try:
             tail = Tail(recording, call.axes, form, self._absent)
             if longer is not None and call.check:

@@ -61,7 +61,7 @@ class RecordedCall(NamedTuple):
         return unflatten(structure, [x if axis is None else _taken(x, axis, index) for x, axis in pairs])
 
 
-class Longer(NamedTuple):
+class LongerRecording(NamedTuple):
     """A recording of more rows than a micro-batch has, its arguments, and the rows before those of the micro-batch."""
 
     recording: Recording
@@ -74,7 +74,7 @@ class RowForms:
         self._recorder = recorder
         self._known: dict[Hashable, RowForm | None] = {}
 
-    def find(self, recording: Recording, call: RecordedCall) -> tuple[RowForm | None, Longer | None]:
+    def find(self, recording: Recording, call: RecordedCall) -> tuple[RowForm | None, LongerRecording | None]:
         """The form of a recording, and if it is a new one, the second recording that it comes from. The form is None if
         forward() takes another path for every other number of rows."""
         key = tuple(map(identity, recording.steps))
@@ -88,14 +88,14 @@ class RowForms:
                     form = RowForm(recording, second, call.rows, more)
                     if not any(map(_is_trained, recording.steps[len(form.partners) :])):
                         self._known[key] = form
-                        return form, Longer(second, taken, FRONT)
+                        return form, LongerRecording(second, taken, FRONT)
             self._known[key] = None
         return self._known[key], None
 
     def forget(self, form: RowForm) -> None:
         self._known = {key: known for key, known in self._known.items() if known is not form}
 
-    def reject_mixed(self, recording: Recording, longer: Longer, tail: Tail, call: RecordedCall) -> None:
+    def reject_mixed(self, recording: Recording, longer: LongerRecording, tail: Tail, call: RecordedCall) -> None:
         """Raise BatchError if a row of a value before the tail depends on other rows of the mini-batch."""
         form = tail.form
         assert form is not None
@@ -128,13 +128,13 @@ class RowForms:
             # They can take another branch, so only the steps before it are compared.
             beginning = RowForm(one, both, of_call.rows, call.rows + neighbour.rows)
             compared = [k for k in steps if k in beginning.partners]
-            longer = Longer(both, together, of_call.start - start)
+            longer = LongerRecording(both, together, of_call.start - start)
             if faults := self._find_mixed(one, longer, beginning, compared, of_call)[0]:
                 return faults
         return []
 
     def _find_mixed(
-        self, recording: Recording, longer: Longer, form: RowForm, steps: Sequence[int], call: RecordedCall
+        self, recording: Recording, longer: LongerRecording, form: RowForm, steps: Sequence[int], call: RecordedCall
     ) -> tuple[list[str], set[tuple[int, int]]]:
         """See `find_mixed_rows`."""
         rows, front = call.rows, longer.front
@@ -148,7 +148,7 @@ class RowForms:
         return found
 
     def _record_in_eval(
-        self, first: Recording, longer: Longer, call: RecordedCall
+        self, first: Recording, longer: LongerRecording, call: RecordedCall
     ) -> tuple[Recording, Recording] | None:
         """Both recordings with all modules in eval mode that are not open. None if they have other steps then."""
         modules = [m for m in self._recorder.model.modules() if m not in self._recorder.modules.open and m.training]

@@ -29,7 +29,7 @@ from torchweft.pipeline.split.rows import NONE, RowForm, RowKind
 Way = Literal["answer", "here", "tail"]
 
 
-class Entering(NamedTuple):
+class EnteringValue(NamedTuple):
     """A value that enters the tail, and the axis along which its micro-batches are joined. None: it depends on no row,
     so the value of the first micro-batch is taken."""
 
@@ -54,7 +54,7 @@ class Tail:
         self.writes = self._find_writes()
         self.pure = self._find_pure()  # steps that depend on inputs and parameters only
         self.steps: set[int] = set()
-        self.enters: list[Entering] = []
+        self.enters: list[EnteringValue] = []
         if form is not None:
             rows_end = 1 + max(filter(self._makes_rows, range(len(self._steps))), default=-1)
             needed = self._needed(k for k in range(rows_end) if self._makes_rows(k) or self._decides(k))
@@ -188,8 +188,8 @@ class Tail:
         """Whether a value is made by a function that only regroups rows, which the tail can do as well."""
         return self.kind_of(value).name == "several" and self._steps[value.step].module is None
 
-    def _joined(self, entering: Iterable[RecordedValue]) -> list[Entering]:
-        joined: list[Entering] = []
+    def _joined(self, entering: Iterable[RecordedValue]) -> list[EnteringValue]:
+        joined: list[EnteringValue] = []
         faults = [
             f"{step} returns {plain!r} together with tensors"
             for k, step in enumerate(self._steps)
@@ -201,9 +201,9 @@ class Tail:
             if value.form is None:
                 faults.append(f"{step} returns an object that is not a tensor")
             elif kind.name in ("rows", "several"):
-                joined.append(Entering(value, kind.axis))
+                joined.append(EnteringValue(value, kind.axis))
             elif kind == NONE and value not in self._derived and not step.draws:
-                joined.append(Entering(value, None))
+                joined.append(EnteringValue(value, None))
             else:
                 why = step.opened and f"; {step.opened}"
                 faults.append(f"{step} makes a tensor of shape {value.form.shape}{why}")
