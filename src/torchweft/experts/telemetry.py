@@ -199,9 +199,11 @@ class RuntimeStatistics:
 
 
 def process_observed(
-    process: Callable[[Sequence[Any]], Sequence[Any]], pool: str, tasks: Sequence[Any], observer: WorkObserver
+    process: Callable[[Sequence[Any]], Sequence[Any]], pool: str, tasks: Sequence[Any], observer: WorkObserver | None
 ) -> Sequence[Any]:
     """Process the tasks of a batch in a span of the observer, which ends with the first error among the answers."""
+    if observer is None:
+        return process(tasks)
     answers: Sequence[Any] = []
     failure: BaseException | None = None
     try:
