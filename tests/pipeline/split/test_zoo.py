@@ -99,7 +99,7 @@ def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str, grid: str) -> 
         if schedule == "1f1b":
             inside = {"loss": lambda output, _: spec.loss(output), "loss_reduction": spec.reduction}
         elif spec.stated:
-            inside = {"loss_reduction": spec.reduction}
+            inside = {"loss_reduction": spec.reduction, "verify": False}
         devices = ["cpu"] * (len(spec.split) + 1)
         pipe = weft.Pipe(model, chunks=CHUNKS, split=spec.split, devices=devices, **settings, **inside)
         assert list(pipe.state_dict()) == list(original.state_dict())

@@ -82,8 +82,9 @@ class ProcessSplitModel(SplitModel):
         super().__init__(*args)
         # Guards on these run in their stage only, because the first rank cannot evaluate them before a step.
         self._foreign = {name for name, rank in placement.owners.items() if rank != self._first}
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        self._absent = {name for name, rank in placement.owners.items() if rank != placement.rank} & parameters
+        # Every rank has the buffers. Parameters of other ranks are hidden, so they cannot be listed.
+        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        self._absent = {name for name, rank in placement.owners.items() if rank != placement.rank} - buffers
         self.latest = latest
 
     @property

@@ -127,7 +127,8 @@ class RowForms:
         for one, of_call in ((recording, call), (alone, neighbour)):
             # They can take another branch, so only the steps before it are compared.
             beginning = RowForm(one, both, of_call.rows, call.rows + neighbour.rows)
-            compared = [k for k in steps if k in beginning.partners]
+            equal = RowForm(recording, one, call.rows, of_call.rows).partners
+            compared = [k for k in steps if k in beginning.partners and k in equal]
             longer = LongerRecording(both, together, of_call.start - start)
             if faults := self._find_mixed(one, longer, beginning, compared, of_call)[0]:
                 return faults

@@ -213,7 +213,7 @@ class Tail:
                 "of forward() or the caller uses them. No rule would join their micro-batches exactly. Compute them in "
                 "the code between blocks, from values with rows; or leave them out (a balancing loss of experts is "
                 "often an option of the config); or state how the numbers of micro-batches are combined: "
-                "loss_reduction='mean' (by rows) or 'sum':"
+                "loss_reduction='mean' (by rows) or 'sum', with verify=False, because that is not the model's number:"
             )
             raise BatchError(join_faults(headline, faults))
         return joined
