@@ -51,6 +51,7 @@ class Tail:
         BatchError for values that enter, but cannot be joined."""
         self._steps, self.form, self.axes, self._absent = recording.steps, form, axes, absent
         self._derived = self._find_derived(recording, axes)
+        self._of_model = self._find_of_model()
         self.writes = self._find_writes()
         self.pure = self._find_pure()  # steps that depend on inputs and parameters only
         self.steps: set[int] = set()
@@ -93,6 +94,15 @@ class Tail:
             if by_shape or not derived.isdisjoint(step.reads.values()):
                 derived.update(made)
         return derived
+
+    def _find_of_model(self) -> set[RecordedValue]:
+        """Values made from tensors of the model alone, such as a transposed weight."""
+        found: set[RecordedValue] = set()
+        for step in self._steps:
+            reads = step.reads.values()
+            if step.module is None and reads and all(v.kind in ("own", "const") or v in found for v in reads):
+                found.update(value for value in step.makes if value is not None)
+        return found
 
     def _find_writes(self) -> set[int]:
         """Steps that write to buffers and depend on no row, such as a counter. They run once per step of training, in
@@ -143,7 +153,7 @@ class Tail:
     def _makes_rows(self, k: int) -> bool:
         step = self._steps[k]
         if step.module is None:
-            trained = any(value.kind == "own" for value in step.reads.values())
+            trained = any(value.kind == "own" or value in self._of_model for value in step.reads.values())
         else:
             trained = step.draws or any(True for _ in (*step.module.parameters(), *step.module.buffers()))
         return trained and any(value and self.kind_of(value).name in ("rows", "several") for value in step.makes)
