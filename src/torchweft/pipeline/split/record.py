@@ -281,6 +281,8 @@ class _ForwardRun(TorchFunctionMode):
         step.function, step.result = step.call, None if isinstance(result, Tensor) else nesting
         at = {id(x): k for k, x in enumerate(leaves) if isinstance(x, Tensor)}
         step.same = {k: at[id(x)] for k, x in enumerate(results) if id(x) in at}
+        first = {id(x): k for k, x in reversed([*enumerate(results)])}
+        step.twins = {k: first[id(x)] for k, x in enumerate(results) if isinstance(x, Tensor) and first[id(x)] < k}
         # Without values that are read at each call, because a program must not keep tensors of the recorded run.
         step.leaves = [None if k in step.reads else leaf for k, leaf in enumerate(leaves)]
         if device is not None:

@@ -79,6 +79,7 @@ class Instruction:
     result: Structure | None = None  # the nesting of the result; None: a single tensor
     passed: Reads = field(default_factory=Reads)  # leaves of the result that are tensors of the model
     same: dict[int, int] = field(default_factory=dict[int, int])  # leaves of the result that are this argument leaf
+    twins: dict[int, int] = field(default_factory=dict[int, int])  # leaves of the result that are this earlier leaf
     advice: str = "move that decision into a submodule, which can make it freely"  # for a guard
 
     def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:

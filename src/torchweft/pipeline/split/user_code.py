@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+# Also the wrappers that beartype makes.
+_LIBRARIES = (*(str(Path(file).parent) for file in (torch.__file__, __file__)), "<@beartype")
 
 
 def call_site() -> str:

@@ -274,6 +274,8 @@ class WholeForward(TorchFunctionMode):
         for j, value in enumerate(step.makes[: len(step.makes) - len(step.writes)]):
             if j in step.same:
                 leaf = inputs[step.same[j]]
+            elif j in step.twins:
+                leaf = leaves[step.twins[j]]
             elif j in step.passed:
                 leaf = self._expected.own(step.passed[j])
             elif value is None:
