@@ -56,6 +56,7 @@ class Tail:
         self.pure = self._find_pure()  # steps that depend on inputs and parameters only
         self.steps: set[int] = set()
         self.enters: list[EnteringValue] = []
+        self._after_loss = self._find_after_loss()
         if form is not None:
             rows_end = 1 + max(filter(self._makes_rows, range(len(self._steps))), default=-1)
             needed = self._needed(k for k in range(rows_end) if self._makes_rows(k) or self._decides(k))
@@ -101,6 +102,14 @@ class Tail:
         for step in self._steps:
             reads = step.reads.values()
             if step.module is None and reads and all(v.kind in ("own", "const") or v in found for v in reads):
+                found.update(value for value in step.makes if value is not None)
+        return found
+
+    def _find_after_loss(self) -> set[RecordedValue]:
+        """Values that depend on a step that loses rows."""
+        found: set[RecordedValue] = set()
+        for k, step in enumerate(self._steps if self.form is not None else ()):
+            if self._loses_rows(k) or not found.isdisjoint(step.reads.values()):
                 found.update(value for value in step.makes if value is not None)
         return found
 
@@ -155,7 +164,9 @@ class Tail:
         if step.module is None:
             trained = any(value.kind == "own" or value in self._of_model for value in step.reads.values())
         else:
-            trained = step.draws or any(True for _ in (*step.module.parameters(), *step.module.buffers()))
+            # A block without parameters, such as dropout at the end, unless it depends on a step that loses rows.
+            trained = any(True for _ in (*step.module.parameters(), *step.module.buffers()))
+            trained = trained or self._after_loss.isdisjoint(step.reads.values())
         return trained and any(value and self.kind_of(value).name in ("rows", "several") for value in step.makes)
 
     def _loses_rows(self, k: int) -> bool:
