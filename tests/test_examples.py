@@ -25,8 +25,8 @@ import torch, torch.distributed as dist, torchweft as weft
 from examples import gpt2_pipeline
 
 torch.set_num_threads(1)
-_, alone, expected = gpt2_pipeline.train(steps=4, stages=2, seed=0)
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+_, alone, expected = gpt2_pipeline.train(steps=4, stages=2, seed=0)
 weft.Pipe = functools.partial(weft.Pipe, group=dist.group.WORLD)
 _, pipe, losses = gpt2_pipeline.train(steps=4, stages=2, seed=0)
 torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)

@@ -16,6 +16,7 @@ from tests.pipeline.processes.compositions import net
 def train_replicas(inside: bool) -> float:
     """The largest difference from plain PyTorch on the whole batch, after five steps of Adam."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)  # ranks that are spawned would have other weights
     plain = net(nn.Linear(6, 6).double())
     loss = nn.functional.mse_loss
     settings: Any = {"schedule": "1f1b", "loss": loss} if inside else {}
@@ -42,6 +43,7 @@ def train_replicas(inside: bool) -> float:
 
 def train_pipe_per_rank() -> float:
     """A pipe in every process under DistributedDataParallel, without `group`."""
+    torch.manual_seed(0)
     plain = net()
     pipe = weft.Pipe(copy.deepcopy(plain), chunks=2, balance=[2, 2], devices=["cpu"] * 2, executor="serial")
     replica = DistributedDataParallel(pipe)

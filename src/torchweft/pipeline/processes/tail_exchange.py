@@ -102,7 +102,7 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
         ctx.anchor = anchor.detach()
-        return value.view_as(value)
+        return value.clone()  # not a view, which could not be written to in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
