@@ -153,6 +153,11 @@ class PlanCache:
         # Whether "auto" runs a sequence of one step by the cell itself: a plan has a fixed cost.
         return self._backend == "auto" and engine.captured.forward_operators <= CHEAP_OPERATORS
 
+    def forget_prepared(self) -> None:
+        """Drop all prepared calls. They keep the cell and its tensors alive."""
+        with self._lock:
+            self._prepared.clear()
+
     def find_prepared(self, key: Hashable) -> PreparedCall | None:
         """The prepared call with this key, if its plan is alive."""
         if self._dead_keys or (prepared := self._prepared.pop(key, None)) is None:

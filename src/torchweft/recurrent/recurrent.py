@@ -207,6 +207,13 @@ class Recurrent(nn.Module):
         cell = self._loop_cell()
         return run_network(cell, self._call_settings(cell, plans), inputs, state, key=key, made=made)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Prepared calls would keep a former cell and its tensors alive.
+        if name == "cell" and "_plans" in self.__dict__:
+            self._plans.forget_prepared()
+            self._steps.clear()
+        super().__setattr__(name, value)
+
     def step(self, x: Any, state: Any = None, *, t: int = 0, reset: Tensor | None = None) -> tuple[Any, Any]:
         """One step, number ``t``, of a stream: ``(y, new_state)``, the same numbers as in the whole sequence.
 

@@ -166,6 +166,7 @@ def test_nothing_is_written_beyond_the_workspace(
     pool = GuardedPool()
     monkeypatch.setattr(cpp_backend, "pool", pool)
     monkeypatch.setattr(cpp_backend, "rounded", lambda size: size)
+    monkeypatch.setattr(cpp_backend, "_SMALL", 0)
     monkeypatch.setattr(cpp_backend, "MIN_PARALLEL_OPERATIONS", -1.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     cell, x = make(3, 5), torch.randn(9, 7, 3, requires_grad=True)
