@@ -199,11 +199,9 @@ class RuntimeStatistics:
 
 
 def process_observed(
-    process: Callable[[Sequence[Any]], Sequence[Any]], pool: str, tasks: Sequence[Any], observer: WorkObserver | None
+    process: Callable[[Sequence[Any]], Sequence[Any]], pool: str, tasks: Sequence[Any], observer: WorkObserver
 ) -> Sequence[Any]:
     """Process the tasks of a batch in a span of the observer, which ends with the first error among the answers."""
-    if observer is None:
-        return process(tasks)
     answers: Sequence[Any] = []
     failure: BaseException | None = None
     try:
