@@ -12,15 +12,12 @@ reads TRITON_INTERPRET while it is imported, so the variable must be set before.
 import importlib
 import importlib.util
 import linecache
-import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 _numbers = count()
@@ -60,9 +57,9 @@ def _language() -> Any:
     triton = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
     interpreted = bool(cast(Any, triton).knobs.runtime.interpret)
-    libdevice = (
-        _interpreted_libdevice(tl) if interpreted else importlib.import_module("triton.language.extra.libdevice")
-    )
+    # NumPy is only needed where there is an interpreter, so its module is not imported with this one.
+    own = "torchweft.recurrent.triton.interpreted_libdevice"
+    libdevice = importlib.import_module(own if interpreted else "triton.language.extra.libdevice")
     return SimpleNamespace(triton=triton, tl=tl, libdevice=libdevice, interpreted=interpreted)
 
 
@@ -89,7 +86,8 @@ def why_unavailable(device: torch.device) -> str | None:
 
 def quiet() -> AbstractContextManager[object]:
     """Inside, the interpreter does not warn about overflow and NaN, which a GPU does not do either."""
-    return np.errstate(all="ignore") if _language().interpreted else nullcontext()
+    language = _language()
+    return language.libdevice.errstate(all="ignore") if language.interpreted else nullcontext()
 
 
 @cache
@@ -112,27 +110,3 @@ def _execute(name: str, text: str, names: dict[str, Any]) -> dict[str, Any]:
     names["__name__"] = "torchweft.recurrent.triton.generated"
     exec(compile(text, path, "exec"), names)  # the text contains only names generated here
     return names
-
-
-# Functions of CUDA's libdevice that kernels call, by numpy.
-_BY_NUMPY: dict[str, Callable[..., Any]] = {
-    "tanh": np.tanh, "expm1": np.expm1, "log1p": np.log1p, "log10": np.log10, "atan2": np.arctan2, "pow": np.power,
-    "tan": np.tan, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh,
-    "fmod": np.fmod, "trunc": np.trunc, "nearbyint": np.rint, "erfc": np.vectorize(math.erfc, otypes=[float]),
-}  # fmt: skip
-
-
-def _interpreted_libdevice(tl: Any) -> Any:
-    handle = cast(Any, importlib.import_module("triton.runtime.interpreter")).TensorHandle
-
-    def apply(function: Callable[..., Any], *operands: Any) -> Any:
-        like = next(operand for operand in operands if isinstance(operand, tl.tensor))
-        arrays = [operand.handle.data if isinstance(operand, tl.tensor) else operand for operand in operands]
-        data = np.asarray(function(*arrays)).astype(like.handle.data.dtype)
-        kind = like.dtype
-        return tl.tensor(handle(data, kind), tl.block_type(kind, list(data.shape)) if data.shape else kind)
-
-    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: apply(function, *operands)
-
-    return SimpleNamespace(**{name: bind(function) for name, function in _BY_NUMPY.items()})
