@@ -427,7 +427,7 @@ def send_without_end() -> str:
 def test_a_send_without_end_names_the_receiver() -> None:
     with fresh_ranks(2) as two:
         texts = two.run(send_without_end)
-    assert all(text.startswith("rank 1 (host") and "has not taken the tensors" in text for text in texts)
+    assert all(text.startswith("rank 1 (host") and "has not taken the tensors" in text for text in texts), texts
 
 
 def transfer_without_end() -> str:
