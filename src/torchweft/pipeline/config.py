@@ -323,8 +323,8 @@ def check_schedule(schedule: str | Schedule | ScheduleFunction, stages: int, chu
         name = schedule if schedule in SCHEDULES else "this function" if callable(schedule) else "this table"
         raise UsageError(
             f"schedule {name!r} starts backward before all forwards have ended, but the loss is computed outside, "
-            "after forward; give the Pipe a loss (loss=fn, then pipe(x, target=y)), or use schedule='gpipe'; with split= "
-            "and a loss that forward() computes, state how micro-batches combine (loss_reduction='mean' or 'sum')"
+            "after forward; give the Pipe a loss (loss=fn, then pipe(x, target=y)), or use schedule='gpipe'; with "
+            "split= and a loss that forward() computes, say how micro-batches combine (loss_reduction='mean' or 'sum')"
         )
 
 
