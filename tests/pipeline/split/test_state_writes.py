@@ -46,8 +46,7 @@ class Stateful(nn.Module):
         return x.square().mean() if self.has_loss else x * 1
 
 
-@pytest.mark.parametrize("has_loss", (True, False), ids=("loss", "outputs"))
-@pytest.mark.parametrize("checkpoint", ("never", "always"))
+@pytest.mark.parametrize(("has_loss", "checkpoint"), [(True, "never"), (False, "always")], ids=("loss", "outputs"))
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ("buffer", "view", "computed"))
 def test_state_has_the_numbers_of_the_undivided_model(kind: str, order: str, checkpoint: Any, has_loss: bool) -> None:
