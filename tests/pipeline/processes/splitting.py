@@ -140,8 +140,9 @@ class Glue(nn.Module):
         self.calls += 1
         x = self.first(x) + self.third.offset  # a buffer of a later stage
         x += self.scale
+        x = x.to(self.third.weight.device)
         x = self.second(x) + self.third.bias * self.scale  # a parameter of a later stage
-        return self.third(x.tanh()) @ self.first.weight.t()
+        return self.third(x.tanh()).to(self.first.weight.device) @ self.first.weight.t()
 
 
 class InPlace(nn.Module):
@@ -308,6 +309,9 @@ def fail_apart(kind: str) -> tuple[str, str, float]:
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=2, split=["second"], group=dist.group.WORLD)
     if kind == "hidden":
         pipe.module.counter = iter([float(k) for k in range(100)])
+    elif kind == "late":  # on one rank, after a step that all ranks did alike
+        pipe(_inputs(4))
+        pipe.module.shift = float(rank)
     else:
         setattr(pipe.module, kind, rank)
     x = _inputs(4)

@@ -45,6 +45,10 @@ from torchweft.pipeline.stage import Stage
 CHOICE = "the choice of what a step runs"  # the name of the walk in which ranks choose and record programs
 
 
+class ChangedOnAllRanks(ForwardChanged):
+    """All ranks know that forward() does not do what its recording did, on one of them at least."""
+
+
 class TensorPlacement(NamedTuple):
     """The rank of each stage, the rank of each parameter and buffer by name, and those that this rank hides."""
 
@@ -151,6 +155,8 @@ class ProcessSplitModel(SplitModel):
         try:
             with self._placement.hidden.placeholders():
                 result = super().run(choice, partial(self._serve_together, serve, end))
+        except ChangedOnAllRanks:
+            raise
         except ForwardChanged as change:
             self._agree(change)
             raise
@@ -193,7 +199,7 @@ class ProcessSplitModel(SplitModel):
         return joined
 
     def _agree(self, change: ForwardChanged | None) -> None:
-        """Compare with the other ranks whether forward() follows its programs. Raises ForwardChanged on all ranks."""
+        """Compare with the other ranks whether forward() follows its programs. Raises ChangedOnAllRanks on all."""
         report = None
         if change is not None:
             number = change.program.number if isinstance(change.program, Program) else -1
@@ -202,7 +208,7 @@ class ProcessSplitModel(SplitModel):
         found = next((other for other in reports if other is not None), None)
         if found is not None:
             number, step, words = found
-            change = ForwardChanged(step, words)
+            change = ChangedOnAllRanks(step, words)
             change.program = self._by_number[number] if number >= 0 else next(reversed(self._followed.values()))
             raise change from None
 

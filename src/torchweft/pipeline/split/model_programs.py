@@ -39,7 +39,7 @@ from torchweft.pipeline.split.rows import RowForm, identity
 from torchweft.pipeline.split.stated_rule import Numbers, Reduction, StatedRule, run_for_numbers
 from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.split.verify import verify
-from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, WholeForward
+from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, TailHome, WholeForward
 from torchweft.pipeline.stage import Stage
 
 _ENOUGH = 3  # compared programs of a group
@@ -231,12 +231,12 @@ class SplitModel:
         *,
         decides: bool = False,
     ) -> Any:
-        device = self.devices[-1] if self._recorder.mixed else None
-        forward = WholeForward(program.expected, program.tail, rows, serve, device, decides=decides)
+        home = TailHome(self.devices[-1], self._recorder.mixed, hides=bool(self._absent))
+        forward = WholeForward(program.expected, program.tail, rows, serve, home, decides=decides)
         try:
             return forward.run(self.model, leaves, structure, self._recorder.modules.open)
         except ForwardChanged as change:
-            change.program = program
+            change.program = change.program or program
             raise
 
     def _compare_calls(
