@@ -64,6 +64,12 @@ class StepChoice(NamedTuple):
     pieces: Sequence[Sequence[Any]] = ()
     reference: FollowedRecording | None = None
 
+    def compared(self) -> dict[Program, int]:
+        """The programs with calls of forward() that those of the first one do not imply, and a micro-batch of each."""
+        first = self.programs[0]
+        others = {program: i for i, program in enumerate(self.programs) if program is not first}
+        return {first: 0, **{p: i for p, i in others.items() if not p.expected.implied_by(first.expected)}}
+
 
 class SplitModel:
     """A model with split points: its programs, and its stages. Raises SplitError for names that are not modules."""
@@ -173,11 +179,9 @@ class SplitModel:
         BatchError if micro-batches take paths that cannot be joined.
         """
         assert choice.plan is not None
-        first = choice.programs[0]
-        others = {program: i for i, program in enumerate(choice.programs) if program is not first}
-        for program, i in others.items():
-            if not program.expected.implied_by(first.expected):
-                self._compare_calls(program, choice.pieces[i], choice.plan.structure)
+        first, *others = dict.fromkeys(choice.programs)
+        for program, i in [*choice.compared().items()][1:]:
+            self._compare_calls(program, choice.pieces[i], choice.plan.structure)
         if not first.joins_rows:
             self._compare_calls(first, choice.pieces[0], choice.plan.structure, writes=True)
             return serve(None)
