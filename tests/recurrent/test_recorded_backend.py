@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close
-from torchweft.core.pytree import flatten
+from tests.recurrent.cells.zoo_cases import ZooCase, sampled
+from tests.recurrent.recurrent_cases import as_the_loop, close, learned
+from torchweft.core.pytree import flatten, map_leaves
 from torchweft.recurrent import Recurrent, backend_registry, recordings
 from torchweft.recurrent import recorded_backend as module
 
@@ -85,12 +86,12 @@ class Recorder:
 
 
 def recorded(
-    monkeypatch: pytest.MonkeyPatch, recorder: recordings.Recorder, **options: Any
+    monkeypatch: pytest.MonkeyPatch, recorder: recordings.Recorder, cell: nn.Module | None = None, **options: Any
 ) -> tuple[Recurrent, Recurrent]:
     """A network whose chunks are recorded, and the eager loop."""
     monkeypatch.setattr(module, "cuda_recorder", recorder)
     monkeypatch.setattr(backend_registry, "runs_on_cuda", lambda captured: True)
-    net = Recurrent(Mixed(), backend="python", **options)
+    net = Recurrent(Mixed() if cell is None else cell, backend="python", **options)
     return net, Recurrent(net.cell, backend="eager")
 
 
@@ -106,6 +107,15 @@ def test_recorded_chunks_equal_the_eager_loop(
         call["all_states"] = memory != "sqrt"
         close(results(net, steps, **call), results(loop, steps, **call))
     assert "recorded" in net.explain() and recorder.replayed > recorder.recorded
+
+
+@sampled()
+def test_zoo_by_recorded_steps(case: ZooCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    cell, x = recorded(monkeypatch, recorder, case.cell())[0].cell, case.inputs(4, 2)
+    state = map_leaves(lambda leaf: None if leaf is None else learned(leaf.detach()), case.state(cell, x))
+    as_the_loop(cell, "python", x, state, verify="never")
+    assert recorder.replayed >= 2 * recorder.recorded > 0  # checked, then used
 
 
 def test_new_weights_need_no_new_recording(monkeypatch: pytest.MonkeyPatch) -> None:
