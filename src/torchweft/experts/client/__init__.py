@@ -5,6 +5,7 @@ stub.py     signature, requests, progress       transport.py        over gRPC, o
 calls.py    the machine that drives all calls   stream.py           gRPC's stream, calls in flight
 futures.py  submit, await                       retry.py            rule for retries
 commit.py   of several experts, in two phases   status.py           ``torchweft status``
+                                                operations.py       ``torchweft set``, ``export`` and so on
 """
 
 from torchweft.experts import extras as extras  # reports missing packages

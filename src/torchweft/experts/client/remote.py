@@ -23,6 +23,7 @@ from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import UsageError, WeftError, escape
 from torchweft.core.validation import Validator, uid_fault
 from torchweft.experts.address import address_fault
+from torchweft.experts.client.administration import fetch_state, set_hyperparameters
 from torchweft.experts.client.calls import RetryingCaller, Steps, run_all, run_steps
 from torchweft.experts.client.futures import ExpertFuture, submit
 from torchweft.experts.client.remote_function import (
@@ -234,6 +235,27 @@ class RemoteExpert(RemoteLayer):
     def discard(self) -> None:
         """Drop the gradients since the last commit, without waiting for the server."""
         self._stub.discard()
+
+    def set(self, *, group: int | None = None, **hyperparameters: Any) -> None:
+        """Set hyperparameters of the expert's optimizer and schedule at its server, such as ``lr=1e-4``: all or none.
+
+        They hold from the next batch on, for its replicas and after a restart, too. ``group``: the number of one group
+        of parameters; None: all. A schedule continues from a new ``lr``. Needs the role ``ADMIN``.
+        """
+        set_hyperparameters(self._owner(), self.uid, hyperparameters, group, self._options.timeout)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Weights and buffers of the expert's module at its server, all of one step. Needs the role ``ADMIN``.
+
+        In the `state_dict` of a model that contains this layer, the expert is not included: its server saves it.
+        """
+        # PyTorch passes arguments when it collects the state of a model.
+        if args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        return fetch_state(self._owner(), self.uid, self._options.timeout)
+
+    def _owner(self) -> Transport:
+        return self._stub.caller.resolver.select_transport(0, None)
 
     def close(self) -> None:
         """Discard an open mini-batch, close a separate connection, and fail calls in flight. Waits up to a second."""
