@@ -4,10 +4,10 @@
     trace        run a script, and report its pipes' steps     report/
     serve        serve experts until SIGTERM                   experts/server/command.py
     status       counters of a server                          experts/client/status.py
-    set          hyperparameters of a served expert            experts/client/administration.py
-    export       the weights of a served expert, as a file     experts/client/administration.py
-    rollback     a served expert to a kept checkpoint          experts/client/administration.py
-    load, unload an expert of a server while it runs           experts/client/administration.py
+    set          hyperparameters of a served expert            experts/client/status.py
+    export       the weights of a served expert, as a file     experts/client/status.py
+    rollback     a served expert to a kept checkpoint          experts/client/status.py
+    load, unload an expert of a server while it runs           experts/client/status.py
     health       whether a server takes work, for probes       cli/servers.py
     env          versions and devices, for an issue            cli/environment.py
     completion   a script for the shell, written by shtab

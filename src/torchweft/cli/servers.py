@@ -64,7 +64,7 @@ def print_status(chosen: Namespace) -> None:
 
 def operate(chosen: Namespace) -> None:
     """Change or copy an expert of a living server, and print its progress."""
-    client, uid = _load("torchweft.experts.client.administration"), chosen.uid
+    client, uid = _load("torchweft.experts.client.status"), chosen.uid
     with _load("torchweft.experts.client").GrpcTransport(chosen.address, **_credentials(chosen)) as transport:
         if chosen.name == "export":
             steps = client.export(transport, uid, chosen.file, chosen.timeout)

@@ -160,10 +160,10 @@ def _convert(old: Any, value: Any, *, whole: bool) -> Any:
     if isinstance(old, bool) or isinstance(value, bool):
         return value if type(old) is type(value) else None
     if isinstance(old, list | tuple):
-        items: Any = value if isinstance(value, list | tuple) else ()
-        olds: Any = old
+        items: list[Any] = list(cast("Any", value)) if isinstance(value, list | tuple) else []
+        olds: list[Any] = list(cast("Any", old))
         parts = [_convert(*pair, whole=whole) for pair in zip(olds, items, strict=False)]
-        return None if len(olds) != len(items) or None in parts else type(olds)(parts)
+        return None if len(olds) != len(items) or None in parts else (tuple(parts) if isinstance(old, tuple) else parts)
     if not is_number(value) or not abs(value) < float("inf"):
         return None
     if isinstance(old, Tensor):

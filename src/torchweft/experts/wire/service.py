@@ -293,12 +293,18 @@ def _read_tree(node: Any) -> Any:
     raise MalformedError(f"a container of kind {kind!r} is not known", reason="description")
 
 
-_CLASSES = vars(core_errors) | vars(errors)
-FAULTS: dict[int, type[WeftError]] = {
-    value.number: _CLASSES[value.name]
-    for value in _MESSAGES["Fault"].DESCRIPTOR.fields_by_name["code"].enum_type.values
-    if value.name in _CLASSES  # a code without a class is read as one of a newer peer
-}  # Error classes by number: those of experts.proto, and registered ones.
+def _known_faults() -> dict[int, type[WeftError]]:
+    numbers = {one.name: one.number for one in _MESSAGES["Fault"].DESCRIPTOR.fields_by_name["code"].enum_type.values}
+    classes = vars(core_errors) | vars(errors)
+    if unknown := [name for name, number in numbers.items() if number and name not in classes]:
+        raise ImportError(
+            f"FaultCode of experts.proto has {', '.join(unknown)}, wanted names of classes in "
+            "torchweft.experts.errors: add the class there, or correct the name and run tools/protos.py"
+        )
+    return {number: classes[name] for name, number in numbers.items() if number}
+
+
+FAULTS = _known_faults()  # Error classes by number: those of experts.proto, and registered ones.
 # Errors of requests that were certainly not executed, and can succeed later or at another server. After any other
 # error, a request that changes weights can be sent again only with its idempotency key.
 RETRYABLE = (
