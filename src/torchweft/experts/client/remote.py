@@ -247,7 +247,8 @@ class RemoteExpert(RemoteLayer):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Weights and buffers of the expert's module at its server, all of one step. Needs the role ``ADMIN``.
 
-        In the `state_dict` of a model that contains this layer, the expert is not included: its server saves it.
+        In the `state_dict` of a model that contains this layer, the expert is not included: its server saves it. Local
+        parameters of a subclass are: ``nn.Module.state_dict(remote)`` has them alone.
         """
         # PyTorch passes arguments when it collects the state of a model.
         if args or kwargs:
