@@ -80,7 +80,11 @@ def test_first_run_creates_a_venv_installs_and_runs(do: ModuleType, shell: Shell
     [
         (["char_rnn"], "{root}/examples/char_rnn.py"),
         (["report", "--steps", "2"], "{root}/examples/report.py --steps 2"),
-        (["test", "-k", "x", "tests/core"], "-m pytest -n auto --maxprocesses 4 --dist loadfile -k x tests/core"),
+        (
+            ["test", "-k", "x", "tests/core"],
+            "-m pytest -n auto --maxprocesses 4 --dist loadfile --progress 30 -k x tests/core",
+        ),
+        (["mutants", "tests/core"], "{root}/tools/mutants.py tests/core"),
         (["bench"], "-m benchmarks"),
         (["bench", "pipeline"], "-m benchmarks pipeline"),
         (["docs"], "-m mkdocs build --strict"),

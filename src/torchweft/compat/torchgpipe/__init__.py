@@ -17,7 +17,8 @@ from torchweft.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import PartitionError, UsageError
 from torchweft.core.torch_internals import parse_to
-from torchweft.pipeline.config import places_of, sizes_of
+from torchweft.pipeline.config import sizes_of
+from torchweft.pipeline.devices import places_of
 from torchweft.pipeline.partition import balance_by_size, balance_by_time
 from torchweft.pipeline.pipe import Pipe
 from torchweft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
