@@ -46,7 +46,7 @@ LOCK = ROOT / ".venv.lock"
 VERSION = sys.version.split()[0]
 EXAMPLES = ("unet_pipeline", "unet_ranks", "gpt2_pipeline", "char_rnn", "remote_experts", "report")
 DEFAULT_EXTRAS = ("examples", "test")
-FOR_TESTS = (*DEFAULT_EXTRAS, "manifests", "hf", "lora", "docs")
+FOR_TESTS = (*DEFAULT_EXTRAS, "manifests", "hf", "lora", "lightning", "docs")
 EXTRAS = {
     "test": FOR_TESTS,
     "mutants": FOR_TESTS,

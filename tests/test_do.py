@@ -151,8 +151,8 @@ def test_more_extras_join_the_installed_ones(do: ModuleType, shell: Shell) -> No
     for _ in range(2):
         do.main(["test"])
         do.main(["bench"])
-    assert shell.count("-e .[bench,docs,examples,hf,lora,manifests,test]") == 1
-    assert do.installed() == {"bench", "docs", "examples", "hf", "lora", "manifests", "test"}
+    assert shell.count("-e .[bench,docs,examples,hf,lightning,lora,manifests,test]") == 1
+    assert do.installed() == {"bench", "docs", "examples", "hf", "lightning", "lora", "manifests", "test"}
     assert shell.count("pip install") == 2
 
 
@@ -241,7 +241,7 @@ def test_call_runs_in_the_repository_and_maps_signals(do: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("args", "names"),
     [
-        (["tset"], "report, test, bench, check, docs, help"),
+        (["tset"], "report, test, mutants, bench, check, docs, help"),
         (["--steps", "2"], "unet_pipeline"),
         (["check", "x"], "'x'"),
     ],

@@ -360,7 +360,7 @@ def check_settings(
 def _loss_faults(loss: Any) -> Iterator[str]:
     wanted = "a function or module (output, target) -> number"
     if isinstance(loss, type):
-        yield f"loss is the class {loss.__name__}; give an object of it, loss={loss.__name__}(), {wanted}"
+        yield f"loss is the class {loss.__name__}; give {loss.__name__}(), {wanted}"
     elif loss is not None and not callable(loss):
         yield f"loss is {type(loss).__name__}; give {wanted}"
     elif loss is not None:

@@ -19,8 +19,8 @@ def cuda_devices() -> list[torch.device]:
 
 
 def requested_devices(devices: Any, *, grouped: bool) -> Any:
-    """`devices`, with ``"auto"`` as None and a number of devices as their list. `grouped`: a number is that of the device
-    of this rank, such as its local rank."""
+    """`devices`, with ``"auto"`` as None and a number of devices as their list. With `grouped`, a number is that of the
+    device of this rank."""
     if isinstance(devices, str) and devices == "auto":
         return None
     if grouped or not is_whole(devices):

@@ -72,7 +72,7 @@ class GPipe(Pipe):
             super().__init__(
                 module,
                 chunks=int(chunks) if isinstance(chunks, float) and chunks.is_integer() else cast(int, chunks),
-                devices=None if devices is None else places_of(devices)[: len(sizes)],
+                devices=None if devices is None else places_of(devices)[: len(sizes) or 1],
                 balance=sizes,
                 checkpoint=checkpoint,
                 deferred_batch_norm=deferred_batch_norm,
