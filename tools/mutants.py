@@ -162,20 +162,22 @@ class Runner:
         child = os.fork()
         if child == 0:
             self._be_child(log)
-        end = "tests"
         until = time.monotonic() + limit
-        while os.waitpid(child, os.WNOHANG)[0] == 0:
-            if time.monotonic() > until:
+        ended = False
+        try:
+            while not ended and time.monotonic() < until:
+                ended = os.waitpid(child, os.WNOHANG)[0] == child
+                time.sleep(0.0 if ended else 0.05)
+        finally:
+            if not ended:  # at the limit, or by Ctrl-C, which the child does not get
                 os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                end = "timeout"
-                break
-            time.sleep(0.05)
-        return self._read(log, end)
+        return self._read(log, "tests" if ended else "timeout")
 
     def _be_child(self, log: Path) -> None:
         # In a session of its own, so that processes of its tests end with it.
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
@@ -277,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="with the tests marked `long`")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the whole matrix as JSON")
     chosen = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(chosen.folder).resolve().relative_to(ROOT)
     mirror = Path("src", "torchweft", *folder.parts[1:])
     sources = [Path(source) for source in chosen.source] or [mirror]
