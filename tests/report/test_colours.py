@@ -12,9 +12,9 @@ from torchweft.report import page
 from torchweft.report.timeline import KINDS
 
 MODES = ("light", "dark")
-GROUNDS = {"F": "f", "B": "b", "R": "card", "I": "i", "W": "card"}
+GROUNDS = {"F": "f", "B": "b", "R": "card", "I": "i", "W": "card", "T": "card"}
 """The background of each kind of bar. Kinds with a texture also have lines."""
-LINES = {"R": "r", "I": "i-line", "W": "w"}
+LINES = {"R": "r", "I": "i-line", "W": "w", "T": "ink"}
 
 
 def test_contrast_is_that_of_wcag() -> None:
@@ -38,7 +38,7 @@ def test_style_has_the_grounds_and_lines_of_this_table() -> None:
 def test_every_bar_stands_out_from_idle_time(mode: str) -> None:
     """The colour of the card fills idle time and the gap between two bars of one kind."""
     colours = report_palettes()[mode]
-    for kind, edge in {"F": "f", "B": "b", "R": "r", "I": "i", "W": "w"}.items():
+    for kind, edge in {"F": "f", "B": "b", "R": "r", "I": "i", "W": "w", "T": "ink"}.items():
         assert least_contrast(colours[edge], colours["card"]) >= 3, (kind, mode)
 
 

@@ -66,7 +66,8 @@ def observer_of_new(pipe: Any) -> Observer | None:
 
 @dataclass(frozen=True)
 class ActionEvent:
-    """One piece of work: kind F, B, I, W, or R for a recomputation; times in seconds of `time.perf_counter`."""
+    """One piece of work: kind F, B, I, W, R for a recomputation, or T for the tail of a cut model, which runs once for
+    all micro-batches (its action has micro-batch -1). Times are in seconds of `time.perf_counter`."""
 
     kind: str
     action: Action

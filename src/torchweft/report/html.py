@@ -135,6 +135,7 @@ _TEXTURES = tag(
     _texture("R", 6, "M-1 1 l2 -2 M0 6 l6 -6 M5 7 l2 -2"),
     _texture("I", 5, "M0 2.5 h5"),
     _texture("W", 5, "M2.5 1.4 v2.2"),
+    _texture("T", 6, "M-1 5 l2 2 M0 0 l6 6 M5 -1 l2 2"),
     class_="textures",
     aria_hidden="true",
 )
@@ -195,14 +196,15 @@ th:first-child, td:first-child { text-align: left; }
 .color-0 { stroke: var(--c0); } .color-1 { stroke: var(--c1); }
 .color-2 { stroke: var(--c2); stroke-dasharray: 7 3; } .color-3 { stroke: var(--c3); stroke-dasharray: 7 3; }
 .color-4 { stroke: var(--c4); stroke-dasharray: 2 3; } .color-5 { stroke: var(--c5); stroke-dasharray: 2 3; }
-.texture-R .ground, .texture-W .ground { fill: var(--card); }
+.texture-R .ground, .texture-W .ground, .texture-T .ground { fill: var(--card); }
 .texture-R path { stroke: var(--r); stroke-width: 1.4; }
 .texture-I .ground { fill: var(--i); }
 .texture-I path { stroke: var(--i-line); stroke-width: 1.2; }
 .texture-W path { stroke: var(--w); stroke-width: 2.2; }
+.texture-T path { stroke: var(--ink); stroke-width: 1.4; }
 .kind-F { fill: var(--f); stroke: var(--f); } .kind-B { fill: var(--b); stroke: var(--b); }
 .kind-R { fill: url(#texture-R); stroke: var(--r); } .kind-I { fill: url(#texture-I); stroke: var(--i); }
-.kind-W { fill: url(#texture-W); stroke: var(--w); }
+.kind-W { fill: url(#texture-W); stroke: var(--w); } .kind-T { fill: url(#texture-T); stroke: var(--ink); }
 .bar { stroke-width: 1; }
 .outline { fill: none; stroke-width: 1.5; }
 .outline:not([class*=kind]) { stroke: var(--ink); }

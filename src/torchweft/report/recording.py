@@ -118,7 +118,7 @@ class _LastStep(Recorder):
 
 
 def _completeness(step: Recorder) -> int:
-    places = {kind: set[tuple[int, int]]() for kind in "FBRIW"}
+    places = {kind: set[tuple[int, int]]() for kind in "FBRIWT"}
     for event in step.events:
         places[event.kind].add((event.action.stage, event.action.micro_batch))
     backwards = places["B"] | places["W"]

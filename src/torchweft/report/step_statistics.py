@@ -32,7 +32,8 @@ class StepStatistics:
 
 
 def step_statistics(events: Sequence[ActionEvent]) -> StepStatistics:
-    """The figures of these actions, which can be of several steps."""
+    """The figures of these actions, which can be of several steps. The tail of a cut model is not work of a stage."""
+    events = [event for event in events if event.kind != "T"]
     work: defaultdict[int, float] = defaultdict(float)
     stages_of: defaultdict[str, set[int]] = defaultdict(set)
     for event in events:

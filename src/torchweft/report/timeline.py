@@ -40,7 +40,14 @@ from torchweft.report.plot import (
 )
 from torchweft.report.step_statistics import step_statistics
 
-KINDS = {"F": "forward", "B": "backward", "R": "recompute", "I": "input gradient", "W": "weight gradient"}
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "R": "recompute",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "T": "end of forward()",
+}
 """The kinds of events. The style of the page has a class with a colour for each: ``kind-F`` and so on."""
 
 _BAR, _OUTLINE, _GAP = 26.0, 18.0, 16.0
@@ -92,7 +99,8 @@ def action_table(events: Sequence[ActionEvent]) -> Markup:
     rows: list[list[str]] = []
     for event in sorted(events, key=lambda event: event.start)[:_MOST_ROWS]:
         times = map(show_time, (event.start - begin, event.end - event.start))
-        rows.append([KINDS[event.kind], f"{event.action.stage}", f"{event.action.micro_batch}", *times, event.thread])
+        micro_batch = "all" if event.kind == "T" else f"{event.action.micro_batch}"
+        rows.append([KINDS[event.kind], f"{event.action.stage}", micro_batch, *times, event.thread])
     words = f"All {len(events)} actions as a table"
     if len(events) > _MOST_ROWS:
         words = f"The first {_MOST_ROWS} of {len(events)} actions as a table; a .json file has all"
@@ -184,7 +192,7 @@ def trace(events: Sequence[ActionEvent], *, name: str = "torchweft", process: in
         stage, _, micro_batch = event.action
         entries.append(
             {
-                "name": f"{stage}{event.kind}{micro_batch}",
+                "name": f"{stage}T" if event.kind == "T" else f"{stage}{event.kind}{micro_batch}",
                 "cat": KINDS[event.kind],
                 "ph": "X",
                 "ts": (event.start - begin) * 1e6,  # microseconds
@@ -222,11 +230,12 @@ class _Bar(NamedTuple):
     def draw(self, x: float, y: float, width: float, height: float) -> Markup:
         """The shape, its label if there is room for one, and a tooltip."""
         when = f"{show_time(self.start)} to {show_time(self.end)}, takes {show_time(self.end - self.start)}"
-        where = f"stage {self.action.stage}, micro-batch {self.action.micro_batch}"
+        number = "" if self.kind == "T" else f"{self.action.micro_batch}"
+        where = f"stage {self.action.stage}, " + (f"micro-batch {number}" if number else "all micro-batches")
         tip = tag("title", f"{'forecast' if self.outline else 'measured'}: {KINDS[self.kind]}, {where}; {when}")
         style = f"{'outline' if self.outline else 'bar'} kind-{self.kind}"
         shape = tag("rect", x=x, y=y, width=width, height=height, rx=2, class_=style)
-        words = (f"{self.kind}{self.action.micro_batch}", f"{self.action.micro_batch}", "")
+        words = (f"{self.kind}{number}", number, "")
         fits = height >= 12
         word = next(word for word in words if not word or (fits and len(word) * LETTER < width - 4))
         middle = {"x": x + width / 2, "y": y + height / 2 + 4}

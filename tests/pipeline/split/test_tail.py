@@ -278,3 +278,25 @@ def test_gradients_of_inputs_go_through_both_parts() -> None:
     for way in WAYS.values():
         one, other = (torch.autograd.grad(net(x), x) for net in (cut(copy.deepcopy(model), **way), model))
         assert_close(one, other)
+
+
+def test_the_tail_of_a_step_is_observed_once() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)).square().mean()
+
+    pipe = weft.Pipe(Model(), chunks=2, split=["second"], devices=["cpu", "cpu"])
+    pipe(torch.randn(4, 4)).backward()
+    recorder = weft.Recorder()
+    with pipe.observed_by(recorder):
+        pipe(torch.randn(4, 4)).backward()
+    (tail,) = [event for event in recorder.events if event.kind == "T"]
+    assert (tail.action.stage, tail.action.micro_batch) == (1, -1)
+    assert tail.start >= max(event.end for event in recorder.events if event.kind == "F")
+    drawn = str(weft.report.timeline(recorder.events))
+    assert "end of forward(), stage 1, all micro-batches" in drawn
+    assert weft.report.step_statistics(recorder.events).micro_batches == 2

@@ -96,6 +96,11 @@ class ProcessSplitModel(SplitModel):
     def _first(self) -> int:
         return self._placement.workers[0]
 
+    @property
+    def runs_tail(self) -> bool:
+        """See `SplitModel.runs_tail`."""
+        return self._calls.rank == self._placement.workers[-1]
+
     def _new_recorder(self) -> ForwardRecorder:
         self._collective_recorder = CollectiveRecorder(self._calls, self.model, self.split, self.devices)
         return self._collective_recorder

@@ -96,6 +96,11 @@ class SplitModel:
         self._forms = RowForms(self._recorder)
         self._references: dict[Hashable, FollowedRecording] = {}
 
+    @property
+    def runs_tail(self) -> bool:
+        """Whether the end of forward() runs in this process."""
+        return True
+
     def _new_recorder(self) -> ForwardRecorder:
         return ForwardRecorder(self.model, self.split, self.devices)
 

@@ -5,6 +5,7 @@ for all programs: all values that go from stage s to stage t for one micro-batch
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from torchweft.core.errors import PartitionError, SpecError, UsageError
 from torchweft.core.validation import Validator
+from torchweft.pipeline.actions import Action
 from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
 from torchweft.pipeline.config import BatchDims, Layers, reject_lazy, reject_other_axes
 from torchweft.pipeline.devices import cuda_devices, places_of
@@ -40,7 +42,7 @@ from torchweft.pipeline.split.program import (
 from torchweft.pipeline.split.program_cache import Trials
 from torchweft.pipeline.split.whole_forward import ForwardChanged
 from torchweft.pipeline.stage import Stage
-from torchweft.pipeline.tracing import Observer
+from torchweft.pipeline.tracing import Observer, Recorder
 
 
 class SplitLayout(PipeLayout):
@@ -159,6 +161,9 @@ class SplitLayout(PipeLayout):
         model = self._current_model(settings)
         how = {"check": cast(Any, settings).verify, "graph": settings.executor == "graph", "outputs": outputs}
         trials = Trials()
+        if isinstance(observer, Recorder):
+            observer = observer.one_step()
+        tail = ExitStack()  # the observed time of the tail
 
         def serve(choice: StepChoice, joined_axes: Any) -> Any:
             # A new program can need stages with more blocks or crossings than the earlier ones. Ranks do not compare
@@ -169,12 +174,16 @@ class SplitLayout(PipeLayout):
                 choice.call, targets, axis, settings.chunks, settings.schedule, observer, self._fixed.loss_scale,
                 choice.scalars, owners, settings.batch_tag, (args, kwargs), joined_axes,
             )  # fmt: skip
-            return runtime.serve(request, training=self._model.training)
+            result = runtime.serve(request, training=self._model.training)
+            if joined_axes is not None and observer is not None and model.runs_tail:
+                tail.enter_context(observer.action_scope("T", Action(len(settings.devices) - 1, "T", -1)))
+            return result
 
         while True:
             choice = model.choose(args, kwargs, settings.chunks, rows, trials, **how)
             try:
-                return model.run(choice, partial(serve, choice))
+                with tail:
+                    return model.run(choice, partial(serve, choice))
             except ForwardChanged as change:
                 model.note_change(trials, change)
             except TailNeedsMore:
