@@ -208,7 +208,7 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
     result = race(
         {
             "plain": trained(lambda: model(input_ids=tokens)),
-            "program": trained(lambda: program.replay(leaves, code.get)),
+            "program": trained(lambda: program.replay(leaves, code.get, {})),
             "forward": lambda: model(input_ids=tokens),
             "record": lambda: cut._recorder.record((), {"input_ids": tokens}),
             "choose": lambda: choose(Trials()),

@@ -39,6 +39,7 @@ from torchweft.pipeline.split.recording import (
     Owned,
     Values,
 )
+from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.weights import replaced_in
 
 _CONTENT, _PARAMETER = -5, -6  # routes of addresses; those of values are numbered from 0
@@ -228,7 +229,7 @@ class CollectiveRecorder(ForwardRecorder):
         self.written |= {(m, key) for m, key, x, before in held if m._buffers[key] is not x or version(x) != before}
         return observed
 
-    def replay(self, program: Program, leaves: Sequence[Any], owned: Owned) -> Any:
+    def replay(self, program: Program, leaves: Sequence[Any], owned: Owned, captured: Captured) -> Any:
         """See `ForwardRecorder.replay`. Steps run in the order of the recording, because stages are on other ranks."""
         recording = program.recording
         values = program.given(leaves, owned, recording.steps, recording.reads.values())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] # no public name
 
-from torchweft.core.errors import DeviceError, SplitError, join_faults
+from torchweft.core.errors import DeviceError, InPlaceError, SplitError, join_faults
 from torchweft.core.pytree import Structure, flatten, unflatten
 from torchweft.core.segment import version
 from torchweft.pipeline.microbatch import SplitPlan
@@ -37,6 +37,7 @@ from torchweft.pipeline.split.program_cache import PROGRAMS, Trials
 from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.recording import Reads, RecordedValue
 from torchweft.pipeline.split.row_forms import RecordedCall
+from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.split.stated_rule import Numbers
 from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.split.whole_forward import ForwardChanged
@@ -65,9 +66,9 @@ class ProcessSplitStage(BorrowingStage, SplitStage):
     def set_programs(self, programs: Mapping[int, Program]) -> None:
         self._programs = programs
 
-    def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Any]:
+    def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Captured, Any]:
         program = self._programs[main] if self.index else cast(SplitCall, main).choice.programs[micro_batch]
-        return program, {}, program.number
+        return program, {}, {}, program.number
 
 
 class ProcessSplitModel(SplitModel):
@@ -241,7 +242,7 @@ class ProcessSplitModel(SplitModel):
 
     def _replay(self, program: Program, structure: Structure, leaves: Sequence[Any]) -> Any:
         # Steps of the tail too: each runs on the rank that has its parameters.
-        return self._recorder.replay(program, leaves, self.members.find)
+        return self._recorder.replay(program, leaves, self.members.find, {})
 
     def _perform_everywhere(self, action: str, *args: Any) -> Any:
         self._calls.announce(action, *args)
@@ -285,6 +286,11 @@ class ProcessSplitModel(SplitModel):
         """Raise SplitError on all ranks if their programs differ. Else the program gets its number."""
         self._reject_lacking(program.tail)
         steps = program.recording.steps
+        if captured := program.tail.state_writes.captured:
+            raise InPlaceError(
+                f"{steps[min(captured)]} reads state that forward() writes to afterwards. Over processes, the stages "
+                "would see the new numbers; write to it before it is used, or move both into one submodule"
+            )
         # This ends the walk. If digests differ, all ranks raise here, and none is left with an open walk.
         reports = self._calls.compare_reports(_digest_steps(program), CHOICE)
         if faults := [(rank, other) for rank, other in enumerate(reports) if other != reports[0]]:

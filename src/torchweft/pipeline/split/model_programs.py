@@ -36,6 +36,7 @@ from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.recording import Devices, Recording
 from torchweft.pipeline.split.row_forms import LongerRecording, RecordedCall, RowForms, drop_copies
 from torchweft.pipeline.split.rows import RowForm, identity
+from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.split.stated_rule import Numbers, Reduction, StatedRule, run_for_numbers
 from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.split.verify import verify
@@ -180,10 +181,16 @@ class SplitModel:
         """
         assert choice.plan is not None
         first, *others = dict.fromkeys(choice.programs)
-        for program, i in [*choice.compared().items()][1:]:
-            self._compare_calls(program, choice.pieces[i], choice.plan.structure)
+        captured, compared = choice.call.choice.captured, choice.compared()
+        captured.update({program: {} for program in (first, *others)})
+        for program in others:
+            if program in compared:
+                piece = choice.pieces[compared[program]]
+                self._compare_calls(program, piece, choice.plan.structure, captured[program])
+            else:
+                captured[program] = captured[first]
         if not first.joins_rows:
-            self._compare_calls(first, choice.pieces[0], choice.plan.structure, writes=True)
+            self._compare_calls(first, choice.pieces[0], choice.plan.structure, captured[first], writes=True)
             return serve(None)
         _reject_other_forms(choice.programs)
         buffers = [version(buffer) for buffer in self.model.buffers()]
@@ -217,13 +224,18 @@ class SplitModel:
         """Follow the first program with the decisions of all rows, as far as inputs make them. Else the first one."""
         assert choice.plan is not None
         rows, structure = sum(choice.plan.sizes), choice.plan.structure
-        if choice.reference is not None:
-            return self._follow(choice.reference, rows, serve, choice.leaves, structure)
-        decided = {tuple([step.expects for step in program.recording.steps]) for program in programs}
-        for program in programs if len(decided) > 1 else ():
+        captured = choice.call.choice.captured
+        first, reference = programs[0], choice.reference
+        several = reference is None and len({_decisions(program) for program in programs}) > 1
+        if (several or reference is not None) and first.tail.state_writes.captured:
+            # forward() follows another recording on all rows, so it does not copy the state for this one.
+            self._compare_calls(first, choice.pieces[0], structure, captured[first])
+        if reference is not None:
+            return self._follow(reference, rows, serve, choice.leaves, structure, {})
+        for program in programs if several else ():
             with suppress(OtherBranch):
-                return self._follow(program, rows, serve, choice.leaves, structure, decides=True)
-        return self._follow(programs[0], rows, serve, choice.leaves, structure)
+                return self._follow(program, rows, serve, choice.leaves, structure, captured[program], decides=True)
+        return self._follow(first, rows, serve, choice.leaves, structure, captured[first])
 
     def _follow(
         self,
@@ -232,11 +244,12 @@ class SplitModel:
         serve: Callable[[], Any] | None,
         leaves: Sequence[Any],
         structure: Structure,
+        captured: Captured,
         *,
         decides: bool = False,
     ) -> Any:
         home = TailHome(self.devices[-1], self._recorder.mixed, hides=bool(self._absent))
-        forward = WholeForward(program.expected, program.tail, rows, serve, home, decides=decides)
+        forward = WholeForward(program.expected, program.tail, rows, serve, captured, home, decides=decides)
         try:
             return forward.run(self.model, leaves, structure, self._recorder.modules.open)
         except ForwardChanged as change:
@@ -244,17 +257,25 @@ class SplitModel:
             raise
 
     def _compare_calls(
-        self, program: Program, piece: Sequence[Any], structure: Structure, *, writes: bool = False
+        self,
+        program: Program,
+        piece: Sequence[Any],
+        structure: Structure,
+        captured: Captured,
+        *,
+        writes: bool = False,
     ) -> None:
         """Compare the calls of forward() for one micro-batch with a program. With `writes`, this is the one call of
         forward() in this step, so what it writes stays."""
         restore = None if writes else keep_attributes(self._recorder.modules.open)
-        reads = [v for k in program.tail.writes for v in program.recording.steps[k].reads.values() if not writes]
-        owned: list[Any] = [program.expected.own(value) for value in reads if value.kind == "own"]
-        counters: list[Tensor] = [x for x in owned if x is not None]  # or another rank has it
+        state: list[Any] = [
+            program.expected.own(value) if value.kind == "own" else value.key
+            for value in (() if writes else program.tail.state_writes.state)
+        ]
+        counters: list[Tensor] = [x for x in state if x is not None]  # or another rank has it
         before = [x.detach().clone() for x in counters]
         try:
-            self._follow(program, program.expected.rows, None, piece, structure)
+            self._follow(program, program.expected.rows, None, piece, structure, captured)
         finally:
             if restore is not None:
                 restore()
@@ -339,7 +360,7 @@ class SplitModel:
                 undisturbed(self.model, self.devices, self._recorder.modules.open),
                 suppress(ForwardChanged, Exception),
             ):
-                self._compare_calls(program, copies(leaves), structure)
+                self._compare_calls(program, copies(leaves), structure, {})
                 return
         program.expected.runs_hooks = False
 
@@ -367,11 +388,13 @@ class SplitModel:
     def _replay(self, program: Program, structure: Structure, leaves: Sequence[Any]) -> Any:
         """Run a program and the tail for one micro-batch, as a step does."""
 
+        captured: Captured = {}
+
         def stages() -> Any:
-            return self._recorder.replay(program, leaves, self.members.find)
+            return self._recorder.replay(program, leaves, self.members.find, captured)
 
         serve = stages if program.joins_rows else None
-        result = self._follow(program, program.expected.rows, serve, leaves, structure)
+        result = self._follow(program, program.expected.rows, serve, leaves, structure, captured)
         return stages() if serve is None else result
 
     def _drop(self, program: Program) -> None:
@@ -432,6 +455,10 @@ def _kind(settings: Hashable, structure: Structure, leaves: Sequence[Any]) -> Ha
     """The kind of a call. Calls that differ only in sizes have the same kind."""
     kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else cast("type[Any]", type(x)) for x in leaves]
     return settings, structure, *kinds
+
+
+def _decisions(program: Program) -> Hashable:
+    return tuple([step.expects for step in program.recording.steps])
 
 
 def _leaf_key(leaf: Any) -> Hashable:

@@ -37,6 +37,7 @@ from torchweft.pipeline.split.recording import (
     Values,
     tensor_of,
 )
+from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.stage import ModuleScan, Skip, Stage
 from torchweft.pipeline.weights import replaced_in
@@ -129,7 +130,7 @@ class Program:
         # The tail is a stage of its own, which runs in no worker.
         self._stage_at = [len(devices) if k in tail.steps else at for k, at in enumerate(self._stage_at)]
         self._check_writes()
-        outside = tail.steps | tail.writes
+        outside = tail.steps | tail.state_writes.steps
         members = [{k for k, at in enumerate(self._stage_at) if at == s} - outside for s in range(len(devices))]
         self._reject_empty(members)
         self.prelude = self._prelude(members)
@@ -168,11 +169,12 @@ class Program:
                     "split elsewhere"
                 )
         readers: defaultdict[RecordedValue, set[int]] = defaultdict(set)
-        for s, step in zip(self._stage_at, steps, strict=True):
-            for value in step.reads.values():
-                readers[value].add(s)
         # Writes that run in forward(), once per step of training, are seen by all stages.
-        writers = [step for k, step in enumerate(steps) if k not in self.tail.writes]
+        in_forward = self.tail.state_writes.steps
+        for k, s in enumerate(self._stage_at):
+            for value in self._reads(k).values() if k not in in_forward else ():
+                readers[value].add(s)
+        writers = [step for k, step in enumerate(steps) if k not in in_forward]
         for step, value in [(writer, writer.reads[k]) for writer in writers for k in writer.writes]:
             if value.kind == "own" and len(readers[value]) > 1:
                 raise InPlaceError(
@@ -222,7 +224,7 @@ class Program:
         steps, crossing = self.recording.steps, dict[RecordedValue, list[int]]()
         for s in range(1, len(members)):
             takes: dict[RecordedValue, None] = {}
-            reads = [value for k in sorted(members[s]) for value in steps[k].reads.values()]
+            reads = [value for k in sorted(members[s]) for value in self._reads(k).values()]
             for value in [*reads, *self._leaves_at(s)]:
                 present = value.kind in ("own", "const") or value.step in members[s]
                 if present or value in takes:
@@ -238,6 +240,11 @@ class Program:
             for value in takes:
                 crossing.setdefault(value, []).append(s)
         return crossing
+
+    def _reads(self, k: int) -> Reads:
+        """The values that a step reads from its stage, without those that it gets as copies from forward()."""
+        captured = self.tail.state_writes.captured.get(k, ())
+        return {leaf: value for leaf, value in self.recording.steps[k].reads.items() if leaf not in captured}
 
     def _leaves_at(self, stage: int) -> Iterable[RecordedValue]:
         # Only the last stage returns values: the result of forward(), or what enters the tail.
@@ -269,7 +276,7 @@ class Program:
         for k, step in zip(members, steps, strict=True):
             leaves = [self._device[stage] if leaf is HERE else leaf for leaf in step.leaves]
             part.steps.append((k, step, leaves, done[k]))
-        part.held = _held(steps, *self._leaves_at(stage))
+        part.held = _held([], *chain(*(self._reads(k).values() for k in members)), *self._leaves_at(stage))
         part.blocks = {step.module: step.name for step in steps if step.module is not None}
         held = part.held + (_held(self.prelude) if not stage else [])
         part.owned = {value.key for value in held if value.kind == "own"}
@@ -303,8 +310,9 @@ class Program:
         _load(values, _held(steps, *more), owned)
         return values
 
-    def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = None) -> Values:
-        """Run one stage on its incoming values. Returns the values that it has at the end."""
+    def run(self, stage: int, values: Values, owned: Owned, captured: Captured, next_layer: NextLayer = None) -> Values:
+        """Run one stage on its incoming values. Returns the values that it has at the end. `captured` are copies of
+        state, made by forward()."""
         part, device = self.parts[stage], self._device[stage]
         _load(values, part.held, owned)
         for value in part.clones:
@@ -314,6 +322,8 @@ class Program:
                 # For random numbers, blocks and steps that draw count as layers.
                 if next_layer is not None and (step.draws or step.module is not None):
                     next_layer(number)
+                if number in self.tail.state_writes.captured:
+                    values.update({step.reads[leaf]: x for leaf, x in captured[number].items()})
                 perform(step, leaves, values, device)
             except BaseException as error:
                 what = f"block {step.name!r}" if step.module is not None else str(step)
@@ -323,12 +333,12 @@ class Program:
                 values.pop(value, None)
         return values
 
-    def replay(self, leaves: Sequence[Any], owned: Owned) -> Any:
+    def replay(self, leaves: Sequence[Any], owned: Owned, captured: Captured) -> Any:
         sent: list[Values] = [{} for _ in self.parts]
         sent[0].update(zip(self.recording.inputs, leaves, strict=True))
         for s, part in enumerate(self.parts):
             with moved_to_device(part.blocks, self._device[s]):
-                values = self.run(s, sent[s], owned)
+                values = self.run(s, sent[s], owned, captured)
             for reader, crossing in part.gives.items():
                 sent[reader].update({value: values[value] for value in crossing})
         return self.result(sent[-1])
@@ -413,13 +423,15 @@ class StepPrograms:
 
     It goes from stage to stage with the values, so that a recomputation uses the programs and copies of its forward.
     `lent` are the copies and their originals: trainable tensors that a stage can use besides those of its modules.
+    `captured` are copies of state, by program. forward() makes them, before the stages run.
     """
 
     # A plain class. A NamedTuple or dataclass would be a container for pytrees, whose tensors cross between stages.
-    __slots__ = ("copies", "lent", "programs")
+    __slots__ = ("captured", "copies", "lent", "programs")
 
     def __init__(self, programs: Sequence[Program], copies: Sequence[Copies], originals: Iterable[Tensor]) -> None:
         self.programs, self.copies = programs, copies
+        self.captured: dict[Program, Captured] = {}
         self.lent = [*originals, *(copy for of_stage in copies for copy in of_stage.values())]
 
 
@@ -457,7 +469,7 @@ class SplitStage(Stage):
     def _tracked(
         self, context: MicroBatchContext, main: Any, skips: Any, next_layer: NextLayer
     ) -> tuple[Any, dict[Skip, Any]]:
-        program, copies, onward = self._chosen(main, context.micro_batch)
+        program, copies, captured, onward = self._chosen(main, context.micro_batch)
         part = program.parts[self.index]
         values: Values = {}
         if not self.index:
@@ -470,16 +482,17 @@ class SplitStage(Stage):
             if copy.is_cuda:
                 record_stream(copy, torch.cuda.current_stream(copy.device))
         with self._turns, self._substituted(copies):
-            values = program.run(self.index, values, self._code.get, next_layer)
+            values = program.run(self.index, values, self._code.get, captured, next_layer)
             for reader, crossing in part.gives.items():
                 stashed[bundle(self.index, reader)] = tuple([values[value] for value in crossing])
             last = self.index == len(program.parts) - 1
             return (program.result(values) if last else onward), stashed
 
-    def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Any]:
-        """The program of a micro-batch, its copies of parameters, and the main value for the next stage."""
+    def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Captured, Any]:
+        """The program of a micro-batch, its copies of parameters and state, and the main value for the next stage."""
         choice: StepPrograms = main if self.index else main.choice
-        return choice.programs[micro_batch], choice.copies[self.index], choice
+        program = choice.programs[micro_batch]
+        return program, choice.copies[self.index], choice.captured.get(program, {}), choice
 
     def scan(self) -> ModuleScan:
         self._code.refresh()

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ class RunValues:
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 # The first name counts: stages look up a tied tensor by one name.
                 if tensor is not None and id(tensor) not in self._known:
-                    self._know(tensor, RecordedValue("own", f"{prefix}.{key}" if prefix else key))
+                    self._know(tensor, _held_value("own", f"{prefix}.{key}" if prefix else key, tensor))
 
     def read_leaves(self, leaves: Sequence[Any]) -> Reads:
         """The values of leaves that are neither plain objects nor constants. Raises SplitError for unknown origins."""
@@ -209,7 +209,7 @@ class RunValues:
             raise self._modules.refusal(
                 f"a tensor of shape {tuple(leaf.shape)} is made by a function that is not PyTorch's"
             )
-        self._know(leaf, RecordedValue("const", leaf if leaf.is_leaf else leaf.detach()))
+        self._know(leaf, _held_value("const", leaf if leaf.is_leaf else leaf.detach(), leaf))
 
 
 @lru_cache(1024)
@@ -221,6 +221,10 @@ def _tags(func: Any) -> tuple[bool, bool]:
 
 def _size(x: Any) -> tuple[int, int | None]:
     return (x.nbytes, storage_id(x)) if isinstance(x, Tensor) else (0, None)
+
+
+def _held_value(kind: Literal["own", "const"], key: Any, tensor: Tensor) -> RecordedValue:
+    return RecordedValue(kind, key, storage=storage_id(tensor))
 
 
 def _hides_tensors(value: Any, depth: int = 4) -> bool:

@@ -51,6 +51,7 @@ from torchweft.pipeline.split.recording import (
     Recording,
     Values,
 )
+from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.split.user_code import call_site, python_random_state
 
 _Finding = TypeVar("_Finding")
@@ -96,8 +97,8 @@ class ForwardRecorder:
         with one_at_a_time:
             return _ForwardRun(self).run(args, kwargs)
 
-    def replay(self, program: Program, leaves: Sequence[Any], owned: Owned) -> Any:
-        return program.replay(leaves, owned)
+    def replay(self, program: Program, leaves: Sequence[Any], owned: Owned, captured: Captured) -> Any:
+        return program.replay(leaves, owned, captured)
 
     def perform(self, step: Instruction, constants: Sequence[Any], values: Values) -> None:
         perform(step, constants, values)

@@ -23,6 +23,7 @@ from torchweft.pipeline.split.recording import (
     Recording,
 )
 from torchweft.pipeline.split.rows import NONE, RowForm, RowKind
+from torchweft.pipeline.split.state_writes import StateWrites
 
 # The way of a step in forward() on all rows: it is answered by a tensor without numbers, because the stages run it; it
 # runs here too, because the tail needs its result and it depends on inputs and parameters only; or it is in the tail.
@@ -49,10 +50,9 @@ class Tail:
     ) -> None:
         """`axes` are the axes of the rows in the inputs. `absent` are parameters that another process has. Raises
         BatchError for values that enter, but cannot be joined."""
-        self._steps, self.form, self.axes, self._absent = recording.steps, form, axes, absent
+        self._steps, self.form, self.axes = recording.steps, form, axes
         self._derived = self._find_derived(recording, axes)
         self._of_model = self._find_of_model()
-        self.writes = self._find_writes()
         self.pure = self._find_pure()  # steps that depend on inputs and parameters only
         self.steps: set[int] = set()
         self.enters: list[EnteringValue] = []
@@ -67,8 +67,8 @@ class Tail:
                 self._add_dependent(self.steps)
                 entering = self._entering(recording, form.wanted)
             self.enters = self._joined(entering)
-            self.writes -= self.steps
-        here = self.writes | self._find_here(recording)
+        self.state_writes = StateWrites(self._steps, self.steps, self.is_of_state, self._needed)
+        here = self.state_writes.steps | self.state_writes.before | self._find_here(recording, absent)
         self.ways: list[Way] = [
             "tail" if k in self.steps else "here" if k in here else "answer" for k in range(len(self._steps))
         ]
@@ -112,31 +112,6 @@ class Tail:
             if self._loses_rows(k) or not found.isdisjoint(step.reads.values()):
                 found.update(value for value in step.makes if value is not None)
         return found
-
-    def _find_writes(self) -> set[int]:
-        """Steps that write to buffers and depend on no row, such as a counter. They run once per step of training, in
-        forward() itself, and the stages see their effect."""
-        # Only if a buffer is written before it is read. A stage would see the later value in place of the earlier one.
-        accesses: dict[str, list[tuple[int, bool]]] = {}
-        for k, step in enumerate(self._steps):
-            for leaf, value in step.reads.items():
-                if value.kind == "own":
-                    accesses.setdefault(value.key, []).append((k, leaf in step.writes))
-        blocks = [f"{step.name}." for step in self._steps if step.module is not None]
-        found: set[int] = set()
-        for name, of_name in accesses.items():
-            writes = [k for k, is_write in of_name if is_write]
-            first_ones = of_name[: len(writes)]
-            is_counter = all(is_write for _, is_write in first_ones) and all(map(self._is_free, writes))
-            if writes and is_counter and not name.startswith(tuple(blocks)):
-                found.update(writes)
-        return found
-
-    def _is_free(self, k: int) -> bool:
-        """Whether a step depends on no row, draws nothing, and writes to tensors of the model only."""
-        step = self._steps[k]
-        own = all(value.kind in ("own", "const") for value in step.reads.values())
-        return own and step.module is None and not step.draws and all(k in step.reads for k in step.writes)
 
     def _find_pure(self) -> set[int]:
         """Steps that depend on inputs and parameters only, and write at most to tensors that such steps make."""
@@ -239,7 +214,7 @@ class Tail:
             raise BatchError(join_faults(headline, faults))
         return joined
 
-    def _find_here(self, recording: Recording) -> set[int]:
+    def _find_here(self, recording: Recording, absent: Collection[str]) -> set[int]:
         """Steps that forward() runs itself before the tail, because the tail needs their results."""
         read = [v for k in self.steps for v in self._steps[k].reads.values()]
         read += recording.reads.values() if self.form is not None else ()
@@ -260,8 +235,8 @@ class Tail:
         for k in sorted(here | self.steps):
             step = self._steps[k]
             reads = step.reads.values()
-            inside = step.module is not None and any(name.startswith(f"{step.name}.") for name in self._absent)
-            if inside or any(v.key in self._absent if v.kind == "own" else v.step in lacking for v in reads):
+            inside = step.module is not None and any(name.startswith(f"{step.name}.") for name in absent)
+            if inside or any(v.key in absent if v.kind == "own" else v.step in lacking for v in reads):
                 lacking.add(k)
         self.lacking = [str(self._steps[k]) for k in sorted(lacking)]
         return here - self.steps - lacking

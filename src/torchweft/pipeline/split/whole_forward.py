@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors  # pyright: ignore[reportUnknownVariableType]
 
 from torchweft.core import torch_internals as internals
-from torchweft.core.errors import BatchError, SplitError
+from torchweft.core.errors import BatchError, InPlaceError, SplitError
 from torchweft.core.pytree import Structure, flatten, unflatten
 from torchweft.pipeline.split.expected import Answer, ExpectedCalls, TailNeedsMore
 from torchweft.pipeline.split.isolation import keep_attributes, moved_to_device
@@ -40,6 +40,7 @@ from torchweft.pipeline.split.recording import (
     RecordedValue,
     Values,
 )
+from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.split.tail import Tail
 
 _CALL = "_compiled_call_impl"  # nn.Module calls this attribute, if it is set, in place of its hooks and its forward()
@@ -92,7 +93,8 @@ class OtherBranch(BaseException):
 
 class WholeForward(TorchFunctionMode):
     """One run of forward(). `serve` runs the stages, and returns the values that enter the tail, joined. Without it,
-    there is no tail. With `decides`, OtherBranch is raised if all rows decide otherwise than the recording."""
+    there is no tail. Copies of state for the stages are added to `captured`. With `decides`, OtherBranch is raised if
+    all rows decide otherwise than the recording."""
 
     def __init__(
         self,
@@ -100,13 +102,14 @@ class WholeForward(TorchFunctionMode):
         tail: Tail,
         rows: int,
         serve: Callable[[], Sequence[Tensor]] | None,
+        captured: Captured,
         home: TailHome,
         *,
         decides: bool = False,
     ) -> None:
         super().__init__()
         self._expected, self._tail, self._rows = expected, tail, rows
-        self._serve, self._home, self._decides = serve, home, decides
+        self._serve, self._captured, self._home, self._decides = serve, captured, home, decides
         self._values: Values = {}  # the objects of this run
         self._at = 0  # the next step
         self._busy = False  # inside of a call that is not compared
@@ -200,6 +203,8 @@ class WholeForward(TorchFunctionMode):
             fault = expected.fault(k, args, kwargs, self._values, self._rows) or self._fault_of_modes(k)
             if fault is not None:
                 raise ForwardChanged(k, fault)
+            if k in self._tail.state_writes.captured:
+                self._capture(k, expected.leaves_of(k, args, kwargs))
             self._at = k + 1
             return k
         # Steps of the tail can be others than in the recording. So can be those that depend on inputs only, after a
@@ -217,6 +222,17 @@ class WholeForward(TorchFunctionMode):
             if self._served:
                 break  # no step of the stages can be left out
         return None
+
+    def _capture(self, k: int, leaves: Sequence[Any]) -> None:
+        """Copy the state that a step reads, because forward() writes to it afterwards, and the stages run later."""
+        held: dict[int, Tensor] = {leaf: leaves[leaf] for leaf in self._tail.state_writes.captured[k]}
+        if torch.is_grad_enabled() and any(x.requires_grad for x in held.values()):
+            raise InPlaceError(
+                f"{self._expected.steps[k]} reads a tensor that requires a gradient, and forward() writes to it "
+                "afterwards; write to it before it is used, or outside of forward()"
+            )
+        with self._outside():
+            self._captured[k] = {leaf: x.detach().clone() for leaf, x in held.items()}
 
     def _fault_of_modes(self, k: int) -> str | None:
         step, caller = self._expected.steps[k], self._caller
@@ -277,6 +293,9 @@ class WholeForward(TorchFunctionMode):
                 self._branch = f"{step}, which is {result!r} for all rows and {step.expects[0]!r} for a micro-batch"
             return result
         results = [result] if step.result is None else flatten(result)[0]
+        if step.writes:
+            inputs = self._expected.leaves_of(k, args, kwargs)
+            results = [*results, *(inputs[leaf] for leaf in step.writes)]
         self._values.update((value, x) for value, x in zip(step.makes, results, strict=False) if value is not None)
         return result
 
