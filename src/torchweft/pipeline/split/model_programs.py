@@ -181,12 +181,12 @@ class SplitModel:
         """
         assert choice.plan is not None
         first, *others = dict.fromkeys(choice.programs)
-        captured, compared = choice.call.choice.captured, choice.compared()
+        captured = choice.call.choice.captured
         captured.update({program: {} for program in (first, *others)})
+        compared = choice.compared()
         for program in others:
             if program in compared:
-                piece = choice.pieces[compared[program]]
-                self._compare_calls(program, piece, choice.plan.structure, captured[program])
+                self._compare_calls(program, choice.pieces[compared[program]], choice.plan.structure, captured[program])
             else:
                 captured[program] = captured[first]
         if not first.joins_rows:
