@@ -4,6 +4,10 @@
     trace        run a script, and report its pipes' steps     report/
     serve        serve experts until SIGTERM                   experts/server/command.py
     status       counters of a server                          experts/client/status.py
+    set          hyperparameters of a served expert            experts/client/status.py
+    export       the weights of a served expert, as a file     experts/client/status.py
+    rollback     a served expert to a kept checkpoint          experts/client/status.py
+    load, unload an expert of a server while it runs           experts/client/status.py
     health       whether a server takes work, for probes       cli/servers.py
     env          versions and devices, for an issue            cli/environment.py
     completion   a script for the shell, written by shtab
@@ -15,7 +19,7 @@ This module only parses. PyTorch takes seconds to import, so that a command impo
 import argparse
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -52,8 +56,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         words, script_arguments = words[:end], words[end + 1 :]
     parser, commands = _make_parsers()
     name = next((word for word in words if not word.startswith("-")), None)
-    if name is not None and name not in commands:
-        parser.error(f"there is no command {name!r}, known are {', '.join(commands)}{suggest(name, commands)}")
+    if name not in commands:
+        options = parser._option_string_actions
+        if name is not None:
+            near = suggest(name, [*commands, *options])
+            parser.error(f"there is no command {name!r}, known are {', '.join(commands)}{near}")
+        if unknown := [word for word in words if word not in options]:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{suggest(unknown[0], options)}")
     chosen, unknown = parser.parse_known_args(words)
     if unknown:
         command, option = commands[chosen.name], unknown[0].partition("=")[0]
@@ -83,6 +92,8 @@ def print_completion(chosen: argparse.Namespace) -> None:
         shtab: Any = import_module("shtab")
     except ImportError:
         raise UsageError("completion needs the package shtab: pip install 'torchweft[completion]'") from None
+    if chosen.shell not in shtab.SUPPORTED_SHELLS:
+        raise UsageError(f"this version of shtab cannot write a script for {chosen.shell}: pip install -U shtab")
     parser, commands = _make_parsers()
     for action in [action for command in commands.values() for action in command._actions]:
         if action.type is Path:
@@ -111,10 +122,13 @@ def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argu
     status = add("status", ".servers:print_status", "print a server's status")
     _add_server(status)
     _add_status(status)
+    _add_token(status)
+    _add_operations(add)
     _add_server(add("health", ".servers:check_health", "exit with 0 if a server takes work, for probes"))
-    add("env", ".environment:print_environment", "print versions and devices, for an issue")
+    environment = add("env", ".environment:print_environment", "print versions and devices, for an issue")
+    environment.add_argument("--json", action="store_true", help="the same as JSON")
     completion = add("completion", ":print_completion", "print the completion script of a shell")
-    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser, commands.choices
 
 
@@ -156,14 +170,37 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the whole status, as JSON")
     watch = "print it again after every interval, until Ctrl-C (%(const)g s)"
     parser.add_argument("--watch", type=_seconds, nargs="?", const=2.0, metavar="SECONDS", help=watch)
+
+
+def _add_operations(add: Callable[..., argparse.ArgumentParser]) -> None:
+    texts = {
+        "set": "set hyperparameters of an expert, such as lr=1e-4, while it is served",
+        "export": "write the weights of an expert to a safetensors file while it is served",
+        "rollback": "return an expert to a kept checkpoint while it is served",
+        "load": "serve one more expert, of the file that the server's configuration names as loadable",
+        "unload": "finish the accepted work of an expert, save it, and serve it no more",
+    }
+    parsers = {name: add(name, ".servers:operate", text) for name, text in texts.items()}
+    for parser in parsers.values():
+        _add_server(parser, timeout=60.0)
+        _add_token(parser)
+        parser.add_argument("uid", metavar="EXPERT")
+    setting = "hyperparameters of its optimizer or schedule, with values in JSON"
+    parsers["set"].add_argument("settings", nargs="+", metavar="NAME=VALUE", help=setting)
+    parsers["set"].add_argument("--group", type=int, metavar="NUMBER", help="of one group of parameters (all)")
+    parsers["export"].add_argument("file", type=Path, metavar="FILE")
+    parsers["rollback"].add_argument("--step", type=int, required=True, metavar="N", help="of a kept checkpoint")
+
+
+def _add_token(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", help=f"of the client; visible to others on this machine, so prefer {TOKEN_VARIABLE}")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"with the token (else: {TOKEN_VARIABLE})")
 
 
-def _add_server(parser: argparse.ArgumentParser) -> None:
+def _add_server(parser: argparse.ArgumentParser, timeout: float = 10.0) -> None:
     parser.add_argument("address", metavar="HOST:PORT")
-    timeout = "for an answer (%(default)g)"
-    parser.add_argument("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help=timeout)
+    wait = "for an answer (%(default)g)"
+    parser.add_argument("--timeout", type=_seconds, default=timeout, metavar="SECONDS", help=wait)
     client = "of this client"
     for name, text in {"authority": "that signed the server", "key": client, "certificate": client}.items():
         parser.add_argument(f"--{name}", type=Path, metavar="PEM", help=text)

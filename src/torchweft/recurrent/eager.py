@@ -132,7 +132,10 @@ def call_cell(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
         if fault is not None:
             raise InputWidthError(f"{fault}, in step {t}") from error
         raise_input_form(cell, x, error)
-        error.add_note(f"torchweft: in step {t} of cell {cell.name}, x {_shapes_of(x)}, state {_shapes_of(state)}")
+        error.add_note(
+            f"torchweft: in step {t} of cell {cell.name}, called as cell(x, state) -> (y, new_state): "
+            f"x {_shapes_of(x)}, state {_shapes_of(state)}"
+        )
         raise
     values = cast("tuple[Any, ...]", pair) if isinstance(pair, tuple) else (pair,)
     if len(values) != 2:
