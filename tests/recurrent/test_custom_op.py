@@ -19,6 +19,7 @@ from torchweft.core.errors import BackwardTwiceError, UsageError
 from torchweft.core.pytree import flatten
 from torchweft.recurrent import GRU, LSTM, Caffe2LSTM, Recurrent, custom_op
 
+pytestmark = pytest.mark.timeout(300)  # PyTorch's compilers take long on a busy machine
 T, N, D, H = 5, 3, 3, 4
 
 
@@ -95,7 +96,7 @@ def test_symbolic_sizes_without_runtime_type_checks() -> None:
     marked = " or ".join(names)
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-k", marked, __file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout[-3000:]
 
 
 def sequence(*shape: int) -> Tensor:
@@ -230,33 +231,33 @@ def test_jit_trace_records_the_eager_loop() -> None:
 
 @symbolic
 @pytest.mark.filterwarnings("ignore:The tensor attribute")  # by torch's own layer
-@pytest.mark.parametrize("call", [{}, {"lengths": torch.tensor([2, 5, 0])}], ids=["plain", "lengths"])
-def test_export_runs_without_the_network(call: dict[str, Any], tmp_path: Path) -> None:
-    """The loop is unrolled, so that the program loads where torchweft is not even imported. N can be free, T cannot."""
-    model, file = Model(), tmp_path / "model.pt2"
-    dims = None if call else {"x": {1: torch.export.Dim("N", min=2)}}
-    torch.export.save(torch.export.export(model, (sequence(),), call, dynamic_shapes=dims), file)
-    x = sequence()
-    expected = flatten(model(x, **call))[0]
-    torch.save((x, call), tmp_path / "x.pt")
-    code = f"""
+def test_export_runs_without_the_network(tmp_path: Path) -> None:
+    """The loop is unrolled, so that programs load where torchweft is not even imported. N can be free, T cannot."""
+    model, x = Model(), sequence()
+    calls: list[dict[str, Any]] = [{}, {"lengths": torch.tensor([2, 5, 0])}]
+    for number, call in enumerate(calls):
+        dims = None if call else {"x": {1: torch.export.Dim("N", min=2)}}
+        exported = torch.export.export(model, (sequence(),), call, dynamic_shapes=dims)
+        torch.export.save(exported, tmp_path / f"{number}.pt2")
+    torch.save((x, calls), tmp_path / "x.pt")
+    code = """
 import sys, torch
-x, call = torch.load({str(tmp_path / "x.pt")!r})
-out = torch.export.load({str(file)!r}).module()(x, **call)
+x, calls = torch.load("x.pt")
+outs = [torch.export.load(f"{number}.pt2").module()(x, **call) for number, call in enumerate(calls)]
 assert "torchweft" not in sys.modules
-torch.save(torch.utils._pytree.tree_leaves(out), {str(tmp_path / "y.pt")!r})
+torch.save([torch.utils._pytree.tree_leaves(out) for out in outs], "y.pt")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
-    close(torch.load(tmp_path / "y.pt"), expected)
-    if not call:
-        x = sequence(T, 2, D)
-        close(flatten(torch.export.load(file).module()(x))[0], flatten(model(x))[0])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, cwd=tmp_path)
+    for out, call in zip(torch.load(tmp_path / "y.pt"), calls, strict=True):
+        close(out, flatten(model(x, **call))[0])
+    x = sequence(T, 2, D)
+    close(flatten(torch.export.load(tmp_path / "0.pt2").module()(x))[0], flatten(model(x))[0])
 
 
 @symbolic
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # PyTorch 2.11's own
 @pytest.mark.parametrize(
-    "make", [partial(LSTM, num_layers=2, bidirectional=True), LSTM, partial(GRU, batch_first=True), Caffe2LSTM]
+    "make", [partial(LSTM, num_layers=2, bidirectional=True), partial(GRU, batch_first=True), Caffe2LSTM]
 )
 def test_layer_itself_is_exported(make: Any) -> None:
     layer = copy.deepcopy(make(D, H, dtype=torch.float64, backend="python", verify="never"))

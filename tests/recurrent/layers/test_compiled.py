@@ -52,6 +52,7 @@ assert torch.equal(compiled(x)[0], layer(x)[0]) and len(graphs) == 1
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)  # PyTorch's compiler takes long on a busy machine
 @pytest.mark.parametrize("program", [NETWORKS, LAYERS], ids=["networks in one graph", "drop-ins only on request"])
 def test_compiled_layers(program: str) -> None:
     done = python(program)
