@@ -6,6 +6,7 @@
                                        report
     python3 do.py test [pytest args]   run a sample of the tests in some minutes; with --all every test
     python3 do.py bench [NAME ...]     run the benchmarks, all of them or those named
+    python3 do.py mutants FOLDER       find the tests of a folder that notice no small fault of the code, in hours
     python3 do.py check                check lint, format, types, imports, size, structure and prose of src
     python3 do.py docs [serve]         build the documentation site into build/site, or show it while you write
     python3 do.py help                 print this text
@@ -45,14 +46,16 @@ LOCK = ROOT / ".venv.lock"
 VERSION = sys.version.split()[0]
 EXAMPLES = ("unet_pipeline", "unet_ranks", "gpt2_pipeline", "char_rnn", "remote_experts", "report")
 DEFAULT_EXTRAS = ("examples", "test")
+FOR_TESTS = (*DEFAULT_EXTRAS, "manifests", "hf", "lora", "lightning", "docs")
 EXTRAS = {
-    "test": (*DEFAULT_EXTRAS, "manifests", "hf", "lora", "docs"),
+    "test": FOR_TESTS,
+    "mutants": FOR_TESTS,
     "bench": (*DEFAULT_EXTRAS, "bench", "hf"),
     "check": DEFAULT_EXTRAS,
     "docs": ("docs",),
 }
 # Tests run in one process per core. A file is not divided, because its tests share servers and compiled cells.
-TESTS = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+TESTS = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--progress", "30")
 DOCS = ("build", "--strict")
 MODULES = {"test": TESTS, "bench": ("benchmarks",)}
 
@@ -200,6 +203,8 @@ def run(command: str, rest: Sequence[str]) -> int:
         return run_all({name: example(name) for name in EXAMPLES}, "all examples ran")
     if command == "docs":
         return call([PYTHON, "-m", "mkdocs", *(rest or DOCS)])
+    if command == "mutants":
+        return call([PYTHON, ROOT / "tools" / "mutants.py", *rest])
     argv = example(command) if command in EXAMPLES else [PYTHON, "-m", *MODULES[command]]
     return call([*argv, *rest])
 

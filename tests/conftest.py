@@ -8,6 +8,7 @@
     grids                   likewise without --all: at most three points of the parameters of a test
     compiled cells          not optimized in a quick run, unless a test uses the fixture `optimized_cells`
     Ctrl-C                  works as in a shell, even if the tests were started in the background, which ignores it
+    progress                by time, with each failure when it happens, if --progress is given
     threads                 a test that leaves a thread of torchweft alive fails
     signals                 a test that leaves another handler for SIGINT or SIGTERM fails
 
@@ -29,6 +30,7 @@ from beartype import BeartypeConf
 from beartype.claw import beartype_package
 from hypothesis import HealthCheck, settings
 
+from tests.progress import Progress
 from tests.type_checks import TypeCheckWarning
 
 if any(name == "torchweft" or name.startswith("torchweft.") for name in sys.modules):
@@ -74,8 +76,10 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--all``, for the slow tests too."""
+    """Add ``--all``, for the slow tests too, and ``--progress``."""
     parser.addoption("--all", action="store_true", help="run tests that take long, too (marker `long`)")
+    show = "print failures at once, and a line of progress every so many seconds"
+    parser.addoption("--progress", type=float, metavar="SECONDS", help=show)
 
 
 def is_quick(config: pytest.Config) -> bool:
@@ -83,8 +87,12 @@ def is_quick(config: pytest.Config) -> bool:
     return not config.getoption("--all") and not any("::" in word or word.endswith(".py") for word in config.args)
 
 
+@pytest.hookimpl(trylast=True)  # after the terminal reporter is there
 def pytest_configure(config: pytest.Config) -> None:
     """Configure fewer examples and quick compilation for a quick run, before the tests are imported."""
+    seconds, terminal = config.getoption("--progress"), config.pluginmanager.get_plugin("terminalreporter")
+    if seconds and terminal and config.get_verbosity() <= 0 and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(terminal, seconds))
     if is_quick(config):
         # Compilation of a cell takes a fraction of the time, and the bits are the same: see EXACT in cpp/compiler.py.
         os.environ.setdefault("TORCHWEFT_CXXFLAGS", "-O0")

@@ -68,6 +68,8 @@ def test_binary_file_is_rejected_as_a_table(tmp_path: Path, capsys: pytest.Captu
         ([], "COMMAND"),
         (["dance"], "there is no command 'dance', known are plan, trace, serve"),
         (["serv"], "did you mean 'serve'?"),
+        (["--versoin"], "unrecognized arguments: --versoin; did you mean '--version'?"),
+        (["version"], "did you mean '--version'?"),
         (["--verbose", "stats"], "did you mean 'status'?"),
         (["plan", "--shedule", "gpipe"], "did you mean '--schedule'?"),
         (["status", "127.0.0.1:1", "--tokenfile=x"], "did you mean '--token-file'?"),
@@ -251,7 +253,10 @@ def test_trace_writes_a_report_and_shows_the_error_of_the_script(
     script, out = tmp_path / "train.py", tmp_path / "step.html"
     script.write_text(TRACED)
     assert main(["trace", str(script), "--out", str(out), "--", "8", str(script)]) == 0
+    assert f"torchweft: wrote {out}; open it with a browser" in capsys.readouterr().err
     assert "train.py" in out.read_text("utf-8")
+    assert main(["trace", str(script), "--out", str(tmp_path / "step.json"), "--", "8", str(script)]) == 0
+    assert "step.json; load it into https://ui.perfetto.dev" in capsys.readouterr().err
     assert main(["trace", str(script), "--out", str(out), "--", "8", "missing"]) == 1
     errors = capsys.readouterr().err
     assert "open(sys.argv[2]).close()" in errors and errors.rstrip().endswith("No such file or directory: 'missing'")
@@ -273,7 +278,12 @@ def test_env_lists_versions_and_hides_secrets(
     assert rows.keys() >= set(names) and not any("failed" in row for row in rows.values()), text
     assert rows["torchweft"].startswith(__version__) and rows["Python"].startswith(sys.version.split()[0])
     assert "grpcio " in rows["packages"]
-    assert "OMP_NUM_THREADS=3" in text and "TORCHWEFT_CACHE_MIB=17" in text and "s3cret" not in text
+    assert "OMP_NUM_THREADS 3" in text and "TORCHWEFT_CACHE_MIB 17" in text and "s3cret" not in text
+    assert main(["env", "--json"]) == 0
+    output = capsys.readouterr().out
+    read = json.loads(output)
+    assert read.keys() == rows.keys() and read["PyTorch"] == rows["PyTorch"] and "s3cret" not in output
+    assert read["environment"]["OMP_NUM_THREADS"] == "3" and read["packages"]["grpcio"] != "missing"
 
 
 def test_env_prints_the_rest_if_torch_is_broken() -> None:
@@ -295,7 +305,10 @@ def test_completion_names_the_package_it_needs(
         marked.extend(action.dest for action in actions if getattr(action, "complete", None) == "FILE")
         return f"script of {shell}"
 
-    monkeypatch.setitem(sys.modules, "shtab", SimpleNamespace(FILE="FILE", complete=complete))
+    shells = ["bash", "zsh"]
+    monkeypatch.setitem(sys.modules, "shtab", SimpleNamespace(FILE="FILE", complete=complete, SUPPORTED_SHELLS=shells))
+    code, errors = run_rejected(["completion", "fish"], capsys)
+    assert code == 2 and "pip install -U shtab" in errors
     assert main(["completion", "zsh"]) == 0 and capsys.readouterr().out == "script of zsh\n"
     assert {"script", "out", "config", "token_file", "certificate"} <= set(marked)
 
@@ -314,6 +327,13 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
         program += '; _shtab_torchweft; echo "${COMPREPLY[*]}"'
         done = subprocess.run([bash, "-c", program], capture_output=True, text=True, check=False)
         assert done.stdout.split() == [completion], (words, done)
+
+
+def test_fish_gets_a_script_with_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab", reason="the extra `completion` brings shtab, which writes the script")
+    assert main(["completion", "fish"]) == 0
+    script = capsys.readouterr().out
+    assert "complete" in script and all(word in script for word in ("serve", "schedule", "token-file"))
 
 
 @pytest.mark.long

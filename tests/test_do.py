@@ -80,7 +80,11 @@ def test_first_run_creates_a_venv_installs_and_runs(do: ModuleType, shell: Shell
     [
         (["char_rnn"], "{root}/examples/char_rnn.py"),
         (["report", "--steps", "2"], "{root}/examples/report.py --steps 2"),
-        (["test", "-k", "x", "tests/core"], "-m pytest -n auto --maxprocesses 4 --dist loadfile -k x tests/core"),
+        (
+            ["test", "-k", "x", "tests/core"],
+            "-m pytest -n auto --maxprocesses 4 --dist loadfile --progress 30 -k x tests/core",
+        ),
+        (["mutants", "tests/core"], "{root}/tools/mutants.py tests/core"),
         (["bench"], "-m benchmarks"),
         (["bench", "pipeline"], "-m benchmarks pipeline"),
         (["docs"], "-m mkdocs build --strict"),
@@ -147,8 +151,8 @@ def test_more_extras_join_the_installed_ones(do: ModuleType, shell: Shell) -> No
     for _ in range(2):
         do.main(["test"])
         do.main(["bench"])
-    assert shell.count("-e .[bench,docs,examples,hf,lora,manifests,test]") == 1
-    assert do.installed() == {"bench", "docs", "examples", "hf", "lora", "manifests", "test"}
+    assert shell.count("-e .[bench,docs,examples,hf,lightning,lora,manifests,test]") == 1
+    assert do.installed() == {"bench", "docs", "examples", "hf", "lightning", "lora", "manifests", "test"}
     assert shell.count("pip install") == 2
 
 
@@ -237,7 +241,7 @@ def test_call_runs_in_the_repository_and_maps_signals(do: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("args", "names"),
     [
-        (["tset"], "report, test, bench, check, docs, help"),
+        (["tset"], "report, test, mutants, bench, check, docs, help"),
         (["--steps", "2"], "unet_pipeline"),
         (["check", "x"], "'x'"),
     ],

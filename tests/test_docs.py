@@ -66,8 +66,9 @@ def long_for_tutorials(page: Path) -> Any:
 @pytest.mark.parametrize("page", [long_for_tutorials(page) for page in PAGES])
 def test_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
-    if "from transformers import" in text and importlib.util.find_spec("transformers") is None:
-        pytest.skip(f"{page.name} needs transformers; the extra `hf` brings it")
+    for package in ("transformers", "peft", "lightning"):
+        if re.search(rf"^(from|import) {package}\b", text, re.MULTILINE) and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{page.name} needs {package}; an extra of pyproject.toml brings it")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(SOURCE), prepend=os.pathsep)  # for the processes that a page starts

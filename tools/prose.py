@@ -23,7 +23,7 @@ SOURCE = ROOT / "src" / "torchweft"
 SHORTENED_SINCE = "39a6129"
 """Subjects of later commits have at most 72 characters."""
 
-OPENING = re.compile(r"^\W*(What|Who|Whom|How|Of which|Of what)\b")
+OPENING = re.compile(r"^\W*(What|Who|Whom|How|As|Where|Of which|Of what)\b")
 WORDS = {
     "nominal what": re.compile(r"\bwhat(ever)?\b(?![^.]*\?)", re.IGNORECASE),
     "who, whom, whoever": re.compile(r"\b(who|whom|whose|whoever)\b", re.IGNORECASE),
@@ -146,7 +146,7 @@ def language(files: list[SourceFile]) -> list[Figure]:
         ),
         Figure("semicolons per 1,000 words of docstrings", 1000 * prose.count(";") / words, *SEMICOLONS),
         Figure(
-            "docstrings that open with What, Who, How, Of",
+            "docstrings that open with What, Who, How, As, Where, Of",
             sum(bool(OPENING.match(text)) for text in docstrings),
             *OPENINGS,
         ),

@@ -20,11 +20,11 @@ from torchweft.pipeline.config import (
     checkpoint_rules,
     layers_of,
     never_recomputes,
-    places_of,
     reduction_of,
     resolve_layout,
     sizes_of,
 )
+from torchweft.pipeline.devices import places_of
 from torchweft.pipeline.schedule import Schedule, gpipe
 
 CPU = torch.device("cpu")

@@ -56,8 +56,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         words, script_arguments = words[:end], words[end + 1 :]
     parser, commands = _make_parsers()
     name = next((word for word in words if not word.startswith("-")), None)
-    if name is not None and name not in commands:
-        parser.error(f"there is no command {name!r}, known are {', '.join(commands)}{suggest(name, commands)}")
+    if name not in commands:
+        options = parser._option_string_actions
+        if name is not None:
+            near = suggest(name, [*commands, *options])
+            parser.error(f"there is no command {name!r}, known are {', '.join(commands)}{near}")
+        if unknown := [word for word in words if word not in options]:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{suggest(unknown[0], options)}")
     chosen, unknown = parser.parse_known_args(words)
     if unknown:
         command, option = commands[chosen.name], unknown[0].partition("=")[0]
@@ -87,6 +92,8 @@ def print_completion(chosen: argparse.Namespace) -> None:
         shtab: Any = import_module("shtab")
     except ImportError:
         raise UsageError("completion needs the package shtab: pip install 'torchweft[completion]'") from None
+    if chosen.shell not in shtab.SUPPORTED_SHELLS:
+        raise UsageError(f"this version of shtab cannot write a script for {chosen.shell}: pip install -U shtab")
     parser, commands = _make_parsers()
     for action in [action for command in commands.values() for action in command._actions]:
         if action.type is Path:
@@ -118,9 +125,10 @@ def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argu
     _add_token(status)
     _add_operations(add)
     _add_server(add("health", ".servers:check_health", "exit with 0 if a server takes work, for probes"))
-    add("env", ".environment:print_environment", "print versions and devices, for an issue")
+    environment = add("env", ".environment:print_environment", "print versions and devices, for an issue")
+    environment.add_argument("--json", action="store_true", help="the same as JSON")
     completion = add("completion", ":print_completion", "print the completion script of a shell")
-    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser, commands.choices
 
 

@@ -1,9 +1,10 @@
-"""``torchweft env``: versions, devices and settings, as a list to paste into an issue.
+"""``torchweft env``: versions, devices and settings, as a list to paste into an issue, or as JSON.
 
 A broken installation is the usual reason to ask for this list. If a row fails, such as the import of PyTorch, it shows
 the error, and the other rows are printed all the same.
 """
 
+import json
 import os
 import platform
 import sys
@@ -23,14 +24,21 @@ _PACKAGES = (
 _SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CXX")
 
 
-def print_environment(_: Namespace) -> None:
+def print_environment(chosen: Namespace) -> None:
+    rows = {name: _described(describe) for name, describe in _ROWS.items()}
+    if chosen.json:
+        print(json.dumps(rows, indent=2))
+        return
     print("Paste this into your issue:\n")
-    for name, describe in _ROWS.items():
-        try:
-            text = describe()
-        except Exception as error:
-            text = f"failed: {type(error).__name__}: {error}"
-        print(f"- {name}: {text}")
+    for name, row in rows.items():
+        print(f"- {name}: {row if isinstance(row, str) else ', '.join(map(' '.join, row.items()))}")
+
+
+def _described(describe: Callable[[], str | dict[str, str]]) -> str | dict[str, str]:
+    try:
+        return describe()
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {error}"
 
 
 def _describe_processor() -> str:
@@ -65,20 +73,19 @@ def _describe_compiler() -> str:
     return f"{compiler_version(path).splitlines()[0]}, cache: {where}"
 
 
-def _describe_packages() -> str:
+def _describe_packages() -> dict[str, str]:
     # Metadata spell a name with "-" or with "_".
     numbers = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
-    return ", ".join(f"{name} {numbers.get(name, 'missing')}" for name in _PACKAGES)
+    return {name: numbers.get(name, "missing") for name in _PACKAGES}
 
 
-def _describe_settings() -> str:
+def _describe_settings() -> dict[str, str]:
     ours = sorted(name for name in os.environ if name.startswith("TORCHWEFT_"))
     # The token of `torchweft status` is a secret, and this list will be published.
-    values = {name: "(secret)" if "TOKEN" in name else os.environ.get(name, "unset") for name in (*_SETTINGS, *ours)}
-    return ", ".join(f"{name}={value}" for name, value in values.items())
+    return {name: "(secret)" if "TOKEN" in name else os.environ.get(name, "unset") for name in (*_SETTINGS, *ours)}
 
 
-_ROWS: dict[str, Callable[[], str]] = {
+_ROWS: dict[str, Callable[[], str | dict[str, str]]] = {
     "torchweft": lambda: f"{__version__}, in {Path(__file__).parents[1]}",
     "Python": lambda: f"{platform.python_version()}, {sys.executable}",
     "platform": platform.platform,

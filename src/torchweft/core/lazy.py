@@ -26,4 +26,5 @@ def lazy_attributes(
         namespace[name] = value = getattr(import_module(module_of[name]), name)
         return value
 
-    return load, lambda: sorted({*namespace, *module_of, *modules})
+    # Without the names that the package itself imports.
+    return load, lambda: sorted({*filter(lambda name: name.startswith("__"), namespace), *module_of, *modules})

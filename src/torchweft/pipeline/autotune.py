@@ -196,7 +196,7 @@ def run_uncut(step: PipeStep, *, enter: bool = True) -> Any:
 def run_uncut_unobserved(
     plan: PipelinePlan, mini_batch: MiniBatch, output: JoinedOutput, ambient: ExecutionContext, probe: RngProbe
 ) -> tuple[Any] | None:
-    """As `run_uncut` with all graphs kept, without a `PipeStep`. None if the step drew random numbers."""
+    """Run like `run_uncut`, with all graphs kept, without a `PipeStep`. None if the step drew random numbers."""
     results = _micro_batches(plan, mini_batch, None, ambient, probe)
     return None if probe.has_drawn() else (output.visible(results),)
 

@@ -6,26 +6,32 @@ something else without any error. So a Pipe with such a module is rejected unles
 """
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import chain, combinations, starmap
+from contextlib import suppress
+from functools import wraps
+from inspect import signature
+from itertools import chain
 from operator import index
-from typing import Any, Literal, cast
+from typing import Any, Literal, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from torchweft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, join_faults
 from torchweft.core.pytree import flatten
-from torchweft.core.rng import require_supported
-from torchweft.core.validation import Validator, is_whole
+from torchweft.core.validation import Validator, is_whole, suggest
+from torchweft.pipeline.batchnorm import DeferredBatchNorm
+from torchweft.pipeline.devices import cuda_devices, places_of
 from torchweft.pipeline.loss import own_reduction
 from torchweft.pipeline.partition import balance_by_parameters, balance_by_time
 from torchweft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 
+Parameters = ParamSpec("Parameters")
 BatchDim = int | tuple[Any, ...] | dict[int | str, Any]
 OutputBatchDim = int | tuple[Any, ...] | list[Any] | dict[Any, Any]
 Layers = Sequence[tuple[str, nn.Module]]
@@ -264,6 +270,47 @@ def resolve_group(group: Any) -> Any:
     return None
 
 
+_OF_TORCH = {
+    **{"n_microbatches": "chunks", "loss_fn": "loss", "split_spec": "split", "scale_grads": "loss_reduction"},
+    **{"mb_args": "sample", "mb_kwargs": "sample", "args_chunk_spec": "batch_dim", "kwargs_chunk_spec": "batch_dim"},
+}
+"""Arguments of `torch.distributed.pipelining`, with those of a Pipe."""
+
+
+def suggest_arguments(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """Make the constructor of Pipe raise SpecError that names the argument which was meant by an unknown one."""
+    names = [*signature(init).parameters]
+
+    @wraps(init)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        # Before the call: Python reports a missing `chunks` and an unknown `chunk` one at a time.
+        for name in kwargs:
+            if name not in names:
+                meant = f"; did you mean {_OF_TORCH[name]!r}?" if name in _OF_TORCH else suggest(name, names)
+                raise SpecError(f"Pipe() got an unexpected keyword argument {name!r}{meant}")
+        init(*args, **kwargs)
+
+    return checked
+
+
+def warn_of_batch_norm(pipe: nn.Module, chunks: int) -> None:
+    """Warn if batch norms in training would normalise micro-batches, because gradients are then other ones."""
+    norms: list[str] = [
+        name
+        for name, module in cast(Any, pipe).named_modules()
+        if isinstance(module, _BatchNorm) and module.training and not isinstance(module, DeferredBatchNorm)
+    ]
+    if chunks > 1 and norms:
+        more = f" and {len(norms) - 1} more" * (len(norms) > 1)
+        warnings.warn(
+            f"batch norm in a Pipe with chunks={chunks}: {norms[0]}{more} will normalise the rows of each micro-batch, "
+            "so that outputs and gradients in training are not those of the undivided model. GroupNorm and chunks=1 "
+            "are exact. Pipe(deferred_batch_norm=True) accepts the difference, and keeps the running statistics those "
+            "of the whole mini-batch",
+            stacklevel=4,
+        )
+
+
 def checkpoint_rules(checkpoint: Any, stages: int) -> list[CheckpointRule]:
     choices = f"checkpoint is one of {', '.join(_RULES)}, a list of them with one per stage, or a function"
     with Validator(f"{choices} (stage, micro_batch, micro_batches) -> bool; but") as check:
@@ -298,8 +345,7 @@ def check_settings(
     """Add all faults of these settings to `check`. `stages` is 0 if the number of stages is not known."""
     counted = check.count("chunks", chunks)
     check.choice("executor", executor, EXECUTORS)
-    fault = f"loss is {type(loss).__name__}; give a function or module (output, target) -> number"
-    check.require(loss is None or callable(loss), fault)
+    check.add(*_loss_faults(loss))
     check.choice("loss_reduction", reduction, ("mean", "sum"), optional=True)
     names = ", ".join(map(repr, SCHEDULES))
     kinds = f"one of {names}, a table as text, a weft.Schedule, or a function (stages, micro_batches) -> Schedule"
@@ -309,6 +355,22 @@ def check_settings(
         check.call(checkpoint_rules, checkpoint, stages)
         if known:
             check.call(check_schedule, schedule, stages, chunks if counted else 1, loss)
+
+
+def _loss_faults(loss: Any) -> Iterator[str]:
+    wanted = "a function or module (output, target) -> number"
+    if isinstance(loss, type):
+        yield f"loss is the class {loss.__name__}; give {loss.__name__}(), {wanted}"
+    elif loss is not None and not callable(loss):
+        yield f"loss is {type(loss).__name__}; give {wanted}"
+    elif loss is not None:
+        with suppress(ValueError):  # a built-in function has no signature
+            parameters = signature(loss.forward if isinstance(loss, nn.Module) else loss)
+            try:
+                parameters.bind(None, None)
+            except TypeError as error:
+                name = getattr(loss, "__name__", type(loss).__name__)
+                yield f"loss is {name}{parameters}, but it is called as loss(output, target): {error}"
 
 
 def check_schedule(schedule: str | Schedule | ScheduleFunction, stages: int, chunks: int, loss: Any) -> None:
@@ -349,10 +411,6 @@ def reduction_of(loss: Any, reduction: str | None, weight: Any = None) -> str:
     return result
 
 
-def cuda_devices() -> list[torch.device]:
-    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-
-
 def resolve_layout(
     module: nn.Sequential,
     balance: Sequence[int] | None,
@@ -364,7 +422,7 @@ def resolve_layout(
     cuda = cuda_devices()
     sizes = None if balance is None else sizes_of(balance)
     default = cuda[: None if sizes is None else len(sizes)]
-    default = default or [torch.device("cpu")] * (min(2, len(module)) if sizes is None else len(sizes))
+    default = default or [torch.device("cpu")] * (min(2, len(module)) if sizes is None else len(sizes) or 1)
     places = places_of(default if devices is None else devices)
     if sizes is not None:
         return checked_layout(sizes, places, len(module))
@@ -406,60 +464,3 @@ def sizes_of(balance: Any) -> list[int]:
                 valid = False
             check.require(valid, f"that of stage {stage} is {size!r}")
     return sizes
-
-
-def places_of(devices: Any) -> list[torch.device]:
-    """Devices as tensors report them. Raises UsageError that lists every entry that is not a device of this machine."""
-    entries = [devices] if isinstance(devices, str | int | torch.device) else devices
-    headline = "devices are names such as 'cpu' or 'cuda:1', numbers, or torch.device, one per stage; but"
-    if not isinstance(entries, Iterable):
-        raise UsageError(f"{headline} it is {devices!r}")
-    places: list[torch.device] = []
-    absent: list[str] = []
-    with Validator(headline) as check:
-        for stage, entry in enumerate(cast("Iterable[Any]", entries)):
-            try:
-                device = torch.device(entry)
-            except (TypeError, RuntimeError):
-                check.add(f"devices[{stage}] is {entry!r}")
-                continue
-            if device.type != "cuda" or (device.index or 0) < torch.cuda.device_count():
-                places.append(_indexed(device))
-            else:
-                absent.append(f"devices[{stage}] is {entry!r}")
-        if absent:
-            cpus = ["cpu"] * (len(places) + len(absent))
-            check.add(f"{' and '.join(absent)}, but {_reason_without_cuda()}, or give devices={cpus}")
-        for place in dict.fromkeys(places):
-            check.call(require_supported, place)
-        for pair in combinations([place for place in dict.fromkeys(places) if place.type == "cuda"], 2):
-            check.call(require_peer_access, *pair)
-    return places
-
-
-def _reason_without_cuda() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            f"PyTorch {torch.__version__} is a build for the CPU (torch.version.cuda is None); install one with CUDA "
-            "(https://pytorch.org/get-started/locally)"
-        )
-    if not (count := torch.cuda.device_count()):
-        return (
-            "PyTorch sees no CUDA device (torch.cuda.device_count() is 0); look at nvidia-smi, the driver and the "
-            "environment variable CUDA_VISIBLE_DEVICES"
-        )
-    return f"PyTorch sees {count} (torch.cuda.device_count()); give numbers below {count}"
-
-
-def require_peer_access(one: torch.device, other: torch.device) -> None:
-    if not all(starmap(torch.cuda.can_device_access_peer, ((one, other), (other, one)))):
-        raise UsageError(
-            f"{one} and {other} have no peer access, which torchweft is not tested without; use one of them"
-        )
-
-
-def _indexed(device: torch.device) -> torch.device:
-    # Tensors report the CPU without a number, and CUDA devices with theirs. The scan compares with that.
-    if device.type == "cuda" and device == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device

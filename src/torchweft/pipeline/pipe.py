@@ -9,14 +9,13 @@ first step and freed with the pipe.
 """
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
-from inspect import signature
 from os import PathLike
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from torch import nn
 from torchweft.core.autograd import graph_break, reject_exporting, reject_tracing
 from torchweft.core.errors import SpecError, UsageError, WeightsError, join_faults, shorten_traceback
 from torchweft.core.rng import new_seed
-from torchweft.core.validation import Validator, suggest
+from torchweft.core.validation import Validator
 from torchweft.pipeline.config import (
     NO_GROUP,
     BatchDim,
@@ -35,11 +34,14 @@ from torchweft.pipeline.config import (
     check_settings,
     reduction_of,
     resolve_group,
+    suggest_arguments,
+    warn_of_batch_norm,
 )
+from torchweft.pipeline.devices import reject_absent_cuda, requested_devices
 from torchweft.pipeline.loss import LossFunction, LossScale, LossWeight
 from torchweft.pipeline.microbatch import micro_sizes
 from torchweft.pipeline.own_loss import OwnLoss
-from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall, PipeRuntime
+from torchweft.pipeline.pipe_runtime import NO_LOSS, NO_TARGET, PipeCall, PipeRuntime
 from torchweft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 from torchweft.pipeline.sequential import NO_ROUTES, FixedSettings, LayoutArguments, PipeLayout
 from torchweft.pipeline.split.huggingface import forward_like, split_by_device_map
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
 
     from torchweft.pipeline.split.split_pipe import SplitLayout
 
-Parameters = ParamSpec("Parameters")
 _SHARED_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 _set_class: Callable[[object, type[Any]], None] = vars(object)["__class__"].__set__
 
@@ -76,20 +77,6 @@ class _ModelSignature:
         return MethodType(state["_signed_forward"], pipe)
 
 
-def _suggest_arguments(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    names = [*signature(init).parameters]
-
-    @wraps(init)
-    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-        # Before the call: Python reports a missing `chunks` and an unknown `chunk` one at a time.
-        for name in kwargs:
-            if name not in names:
-                raise SpecError(f"Pipe() got an unexpected keyword argument {name!r}{suggest(name, names)}")
-        init(*args, **kwargs)
-
-    return checked
-
-
 class Pipe(nn.Module):
     """A model cut into stages, which work on different micro-batches of one mini-batch at the same time.
 
@@ -102,8 +89,9 @@ class Pipe(nn.Module):
             argument is, or ``None`` for an argument that every micro-batch needs whole.
         output_batch_dim: the batch axis of the output, or axes nested as it is. Default: `batch_dim`, if that is an
             int.
-        devices: one per stage, with repetitions: ``["cpu", "cpu"]`` runs two workers. Default: all CUDA devices, or
-            else the CPU twice. Layers are moved there, except those on the meta device.
+        devices: one per stage, with repetitions: ``["cpu", "cpu"]`` runs two workers. Default, also by ``"auto"``: all
+            CUDA devices, or else the CPU twice. A number: so many CUDA devices, or the CPU so many times. Layers are
+            moved there, except those on the meta device.
         balance: the number of layers of each stage. Default: balanced over the devices by the time of each layer for
             `sample`, or without a sample by the number of parameters, a rough guess.
         checkpoint: the forwards that backward recomputes, to save memory: ``"never"``, ``"except_last"`` (all but the
@@ -164,7 +152,7 @@ class Pipe(nn.Module):
     split: Any
     verify: Any
 
-    @_suggest_arguments
+    @suggest_arguments
     def __init__(
         self,
         module: nn.Module,
@@ -194,6 +182,7 @@ class Pipe(nn.Module):
         if split == "device_map":
             split, loaded = split_by_device_map(module)
             devices = loaded if devices is None and group is None else devices
+        devices = requested_devices(devices, grouped=group is not None)
         _reject_pipes(module, split)
         self._layout = _new_layout(grouped=group is not None, split=split is not None)
         arguments = LayoutArguments(
@@ -242,6 +231,7 @@ class Pipe(nn.Module):
         self._layout.place(self, self._current_runtime, sample)
         self.training = module.training  # of the pipe itself: each layer can have another mode
         self._layout.introduce(self)
+        warn_of_batch_norm(self, chunks)
 
     def _wrap_model(self, model: nn.Module) -> None:
         # Not a child, or its keys would get a prefix.
@@ -274,7 +264,22 @@ class Pipe(nn.Module):
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reject_tracing(args, kwargs)
         has_target = self._fixed.loss is not None and "target" in kwargs
+        lacks_target = self._fixed.loss is not None and not has_target
         targets = (kwargs.pop("target"),) if has_target else ()
+        try:
+            result = self._step(args, kwargs, targets)
+        except TypeError as error:
+            unknown = "unexpected keyword argument" in str(error)
+            if self._fixed.loss is None and unknown and "'target'" in str(error):
+                raise UsageError(NO_LOSS) from None
+            if lacks_target and (unknown or len(args) > 1):
+                error.add_note("torchweft: the pipe has a loss; did you mean target=? As in pipe(x, target=y)")
+            raise
+        if lacks_target and self.training and torch.is_grad_enabled():
+            warnings.warn(NO_TARGET, stacklevel=5)
+        return result
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> Any:
         if self._wraps_model:
             layout = cast("SplitLayout", self._layout)
             return layout.run_step(self, self._current_runtime, args, kwargs, targets, self._observer)
@@ -284,7 +289,7 @@ class Pipe(nn.Module):
         request = PipeCall(
             args[0] if len(args) == 1 and not kwargs else CallArguments(args, kwargs),
             targets,
-            self._layout.axes(args, kwargs, target=has_target) if axes is None else axes,
+            self._layout.axes(args, kwargs, target=bool(targets)) if axes is None else axes,
             self.chunks,
             self.schedule,
             self._observer,
@@ -292,14 +297,7 @@ class Pipe(nn.Module):
             batch_tag=self.batch_tag,
             given=(args, kwargs),
         )
-        try:
-            return runtime.serve(request, training=self.training)
-        except TypeError as error:
-            if fixed.loss is None and "unexpected keyword argument 'target'" in str(error):
-                raise UsageError(NO_LOSS) from None
-            if fixed.loss is not None and not targets and len(args) > 1:
-                error.add_note("torchweft: the pipe has a loss; its target is given by name: pipe(x, target=y)")
-            raise
+        return runtime.serve(request, training=self.training)
 
     @property
     def partitions(self) -> list[nn.Sequential]:
@@ -427,6 +425,13 @@ class Pipe(nn.Module):
         self.module.train(mode)
         self.training = mode
         return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Pipe":
+        try:
+            return super()._apply(fn, recurse)
+        except (AssertionError, RuntimeError) as error:
+            reject_absent_cuda(error)
+            raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         of_pipe = cast(Any, super()).state_dict

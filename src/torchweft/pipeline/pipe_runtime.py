@@ -53,6 +53,10 @@ MISPLACED = (
     "move it as a whole, and move layers yourself after setting pipe.balance or pipe.devices (layers on the meta "
     "device: call pipe.materialize() first):"
 )
+NO_TARGET = (
+    "the pipe has a loss, but no target= was given, so this call in training returned the output and not the loss; "
+    "call pipe(x, target=y), or predict after pipe.eval() or under torch.no_grad()"
+)
 NO_LOSS = (
     "target= was given, but the pipe has no loss to give it to; give it one, Pipe(..., loss=fn), or compute the loss "
     "from what the pipe returns"

@@ -371,17 +371,27 @@ SCHEDULES: dict[str, ScheduleFunction] = {
 """The named schedules. docs/pipeline.md has a table of them."""
 
 
+_NAMES_OF_TORCH = (
+    *("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS"),
+    *("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"),
+)
+_OF_TORCH = dict(zip(_NAMES_OF_TORCH, SCHEDULES, strict=True))
+"""The schedules of `torch.distributed.pipelining`."""
+
+
 @lru_cache
 def build(schedule: str | Schedule | ScheduleFunction, stages: int, micro_batches: int) -> Schedule:
     """The checked schedule for these numbers of stages and micro-batches. Further micro-batches of a table are dropped.
     Raises ScheduleError for an unknown name, and with all faults of a table."""
+    if isinstance(schedule, type) and schedule.__name__ in _OF_TORCH:
+        schedule = schedule.__name__  # raises below
     if isinstance(schedule, str):
         if schedule in SCHEDULES:
             return SCHEDULES[schedule](stages, micro_batches)
-        text = schedule.strip()
+        text, meant = schedule.strip(), _OF_TORCH.get(schedule)
         if not ("," in text or "\n" in text or _ACTION.fullmatch(text)):
             raise ScheduleError(
-                f"there is no schedule {schedule!r}{suggest(schedule, SCHEDULES) or '.'} Give one of "
+                f"there is no schedule {schedule!r}{suggest(meant or schedule, SCHEDULES) or '.'} Give one of "
                 f"{', '.join(SCHEDULES)}, or a table as text, with a line per worker of actions separated by commas: "
                 "0F0,0F1,0B1,0B0"
             )

@@ -28,10 +28,10 @@ from torchweft.pipeline.config import (
     check_batch_dims,
     checked_layout,
     layers_of,
-    places_of,
     resolve_layout,
     sizes_of,
 )
+from torchweft.pipeline.devices import places_of
 from torchweft.pipeline.loss import LossFunction, LossScale, LossWeight
 from torchweft.pipeline.own_loss import OwnLoss
 from torchweft.pipeline.pipe_runtime import PipeRuntime, on_meta

@@ -94,7 +94,7 @@ class Stage:
         return (result, *[stashed[skip] for skip in self.stashed]) if self.stashed else (result,)
 
     def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
-        """As `__call__`, with the skips by name. The result also holds the skips that stay inside."""
+        """Run like `__call__`, with the skips by name. The result also holds the skips that stay inside."""
         # Each micro-batch gets a view of the mini-batch. A write into it would change the tensor of the caller.
         if self._copies_input:
             main = map_leaves(_copied, main)

@@ -167,6 +167,8 @@ def record_script(script: str, arguments: list[str], out: str) -> int:
     if steps:
         named = {f"Pipe {number}: {name}": step for number, (name, step) in enumerate(steps, start=1)}
         write_recordings(named, target, f"The last step of {Path(script).name}")
+        opened = "load it into https://ui.perfetto.dev" if target.suffix == ".json" else "open it with a browser"
+        print(f"torchweft: wrote {target.resolve()}; {opened}", file=sys.stderr)
     if failure is not None:
         raise failure.with_traceback(script_traceback(failure, script) or failure.__traceback__)
     if not steps and code == 0:

@@ -17,7 +17,8 @@ from torchweft.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import PartitionError, UsageError
 from torchweft.core.torch_internals import parse_to
-from torchweft.pipeline.config import places_of, sizes_of
+from torchweft.pipeline.config import sizes_of
+from torchweft.pipeline.devices import places_of
 from torchweft.pipeline.partition import balance_by_size, balance_by_time
 from torchweft.pipeline.pipe import Pipe
 from torchweft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -71,7 +72,7 @@ class GPipe(Pipe):
             super().__init__(
                 module,
                 chunks=int(chunks) if isinstance(chunks, float) and chunks.is_integer() else cast(int, chunks),
-                devices=None if devices is None else places_of(devices)[: len(sizes)],
+                devices=None if devices is None else places_of(devices)[: len(sizes) or 1],
                 balance=sizes,
                 checkpoint=checkpoint,
                 deferred_batch_norm=deferred_batch_norm,

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchweft.core.errors import ScheduleError, UsageError, join_faults
 from torchweft.core.validation import Validator
 from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
-from torchweft.pipeline.config import BatchDims, Layers, layers_of, places_of
+from torchweft.pipeline.config import BatchDims, Layers, layers_of
+from torchweft.pipeline.devices import places_of
 from torchweft.pipeline.pipe_runtime import PipeRuntime, on_meta
 from torchweft.pipeline.pipeline_plan import build_stages
 from torchweft.pipeline.processes import hugging_face
@@ -133,8 +134,9 @@ class GroupLayout(PipeLayout):
         table = build(settings.schedule, stages, settings.chunks)
         if len(table.workers) != size:
             raise ScheduleError(
-                f"the schedule has {len(table.workers)} workers for {stages} stages, but the group has "
-                f"{size} ranks, one per worker; change balance= or schedule="
+                f"the schedule has {len(table.workers)} workers for {stages} stages, but the group has {size} ranks, "
+                f"one per worker; start {len(table.workers)} ranks (torchrun --nproc-per-node {len(table.workers)} on "
+                f"one machine), or make {size} stages by {self._cut_setting}=, or change schedule="
             )
         check_transfers(table)
         return table.worker_of

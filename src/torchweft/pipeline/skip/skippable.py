@@ -216,7 +216,7 @@ class Skippable(nn.Module, Generic[P, M]):
         return output
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As for any module, but raises SkipWiringError for a tensor, which belongs to the user's module."""
+        """Set an attribute. Raises SkipWiringError for a tensor, which belongs to the user's module."""
         # functional_call needs the names of named_parameters(). With the keys of a state dict it would set an attribute
         # of the shell, which no code reads.
         if isinstance(value, Tensor):

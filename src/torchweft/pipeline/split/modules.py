@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from torchweft.core.errors import SplitError, join_faults
+from torchweft.core.validation import is_whole
 from torchweft.pipeline.split.user_code import call_site
 
 MOVE = "move that into a submodule"
@@ -88,6 +89,31 @@ def check_names(model: nn.Module, split: Sequence[str]) -> None:
     if wrong := [name for name in split if name not in known]:
         near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
         raise SplitError(join_faults(f"these entries of split are not modules of {type(model).__name__}:", near))
+
+
+def suggest_split(model: nn.Module, given: Any) -> str:
+    """The end of an error about a `split` that is not a list of names: ``; did you mean split=['blocks.2']?``"""
+    if is_whole(given):
+        return f"; did you mean split='auto', devices={given}?"
+    several = isinstance(given, list | tuple | set | Mapping)
+    entries: list[Any] = list(cast("Iterable[Any]", given)) if several else [given]
+    if isinstance(given, Mapping) and any(f"{value}".endswith("END") for value in cast("Any", given).values()):
+        return "; a stage begins at each name, so for SplitPoint.END give the name of the module after it"
+    name_of = {id(module): name for name, module in named_modules(model) if name}
+    names = [name_of.get(id(entry), entry) for entry in entries]
+    if several and names and all(isinstance(name, str) for name in names):
+        return f"; did you mean split={names}?"
+    if any(isinstance(entry, nn.Module) for entry in entries):
+        known = [name_of[id(entry)] for entry in entries if id(entry) in name_of]
+        return f"; did you mean split={known}?" if known else "; the model has no such module"
+    near = get_close_matches(f"{given}", [*name_of.values(), "auto"], 1)
+    if near == ["auto"]:
+        return "; did you mean split='auto'?"
+    items = model.get_submodule(near[0]) if near else None
+    if isinstance(items, nn.ModuleList | nn.Sequential) and len(items) > 1:
+        near = [f"{near[0]}.{len(items) // 2}"]  # a list of blocks is not called itself
+    last = list(name_of.values())[-1:]
+    return f"; did you mean split={near}?" if near else f", such as split={last}" * bool(last)
 
 
 def named_modules(model: nn.Module, *, again: bool = False) -> "Iterable[tuple[str, nn.Module]]":

@@ -14,7 +14,8 @@ from torch import nn
 from torchweft.core.errors import PartitionError, SpecError, UsageError
 from torchweft.core.validation import Validator
 from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
-from torchweft.pipeline.config import BatchDims, Layers, cuda_devices, places_of, reject_lazy, reject_other_axes
+from torchweft.pipeline.config import BatchDims, Layers, reject_lazy, reject_other_axes
+from torchweft.pipeline.devices import cuda_devices, places_of
 from torchweft.pipeline.own_loss import OwnLoss
 from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall
 from torchweft.pipeline.pipeline_plan import Crossing
@@ -32,7 +33,7 @@ from torchweft.pipeline.split.auto import Arguments, automatic_split
 from torchweft.pipeline.split.expected import TailNeedsMore
 from torchweft.pipeline.split.huggingface import accepts, without_cache
 from torchweft.pipeline.split.model_programs import SplitModel, StepChoice
-from torchweft.pipeline.split.modules import check_names
+from torchweft.pipeline.split.modules import check_names, suggest_split
 from torchweft.pipeline.split.program import (
     CrossingValue,
 )
@@ -235,7 +236,9 @@ def _checked_model(module: Any, split: Any, balance: Any, verify: Any) -> nn.Mod
     names = cast("list[Any]", split) if isinstance(split, list | tuple) else []
     named = bool(names) and all(isinstance(name, str) for name in names)
     with Validator("these arguments of Pipe do not fit together") as check:
-        check.require(split == "auto" or named, f"split is {split!r}; give 'auto', or a list of names of submodules")
+        if not named and split != "auto":
+            meant = suggest_split(module, split)
+            check.add(f"split is {split!r:.200}; give 'auto', or a list of names of submodules{meant}")
         check.require(not named or len(set(names)) == len(names), f"split is {split!r}, with a name twice")
         check.require(balance is None, "balance cannot be given with split; it counts the layers of an nn.Sequential")
         check.boolean("verify", verify)

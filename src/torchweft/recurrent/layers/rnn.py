@@ -16,7 +16,7 @@ and `isinstance` checks would not be those of a ``torch.nn`` layer.
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,10 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from torchweft.core.errors import SpecError
 from torchweft.core.validation import Validator, suggest
+from torchweft.recurrent.backend_registry import BackendName
 from torchweft.recurrent.layers.composite import Bidirectional, explain_networks
+from torchweft.recurrent.plan_backends import Memory
+from torchweft.recurrent.plan_cache import VerifyMode
 from torchweft.recurrent.pytorch_internals import loaded_dynamo
 from torchweft.recurrent.recurrent import Recurrent
 from torchweft.recurrent.sequence import pack_like
@@ -156,6 +159,24 @@ _TORCH_OPTIONS = {
 }
 
 
+class LayerOptions(TypedDict, total=False):
+    """Keyword arguments of all layers, for type checkers: those of torch.nn, and those of `Recurrent`."""
+
+    num_layers: int
+    nonlinearity: Literal["tanh", "relu"]  # RNN alone
+    bias: bool
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+    proj_size: int  # LSTM alone
+    device: Any
+    dtype: torch.dtype | None
+    truncate: int | None
+    memory: Memory
+    backend: BackendName
+    verify: VerifyMode
+
+
 class RNNBase(nn.RNNBase):
     """A layer of torch.nn whose sequences are run by :class:`weft.recurrent.Recurrent`, one per layer and direction.
 
@@ -163,10 +184,11 @@ class RNNBase(nn.RNNBase):
     every call, so no plan could be reused. Then torch's own forward runs.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, input_size: int, hidden_size: int, *more: Any, **options: Unpack[LayerOptions]) -> None:
         """Torch's arguments, with torch's errors. All others go to ``Recurrent``."""
-        how = {name: options.pop(name) for name in [*options] if name not in _TORCH_OPTIONS}
-        super().__init__(*arguments, **options)
+        given = cast("dict[str, Any]", options)
+        how = {name: given.pop(name) for name in [*given] if name not in _TORCH_OPTIONS}
+        super().__init__(*cast(Any, (input_size, hidden_size, *more)), **given)
         with Validator(f"invalid arguments of {type(self).__name__}") as check:
             check.add(*(f"{name}: {why}" for name, why in _REJECTED.items() if name in how))
             known = {*_TORCH_OPTIONS, *_REJECTED, *inspect.signature(Recurrent).parameters} - {"cell"}
