@@ -103,14 +103,15 @@ class ShapeDriven(nn.Module):
 
 
 class Router(nn.Module):
-    """Block that branches on its data."""
+    """Block that branches on its data, with the same result for each row by either branch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) if x.mean() > 0 else self.b(x).tanh()
+        chosen = x.mean(-1, keepdim=True) > 0
+        return self.a(x) if bool(chosen.all()) else torch.where(chosen, self.a(x), self.b(x).tanh())
 
 
 class DataDependent(nn.Module):
