@@ -51,10 +51,10 @@ def one(backend, kind, around):
         compared(backend, nn.Sequential(first, remote, nn.Tanh()), lambda x: local(first(x)).tanh(), twin, remote)
 
 
-for backend in ("eager", "aot_eager"):
-    for kind in (RemoteExpert, Scaled):
-        for around in (False, True):
-            one(backend, kind, around)
+one("eager", RemoteExpert, False)  # every pair of values once
+one("eager", Scaled, True)
+one("aot_eager", RemoteExpert, True)
+one("aot_eager", Scaled, False)
 """
 
 

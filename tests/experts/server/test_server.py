@@ -71,6 +71,11 @@ class InMemory:
         encoded = self.newest.get(uid)
         return None if encoded is None else Checkpoint(uid, encoded.step, *deserialize(encoded.data), "memory")
 
+    def load(self, uid: str, step: int) -> Checkpoint:
+        found = self.load_newest(uid)
+        assert found is not None and found.step == step
+        return found
+
     def has(self, uid: str, step: int) -> bool:
         return uid in self.newest and self.newest[uid].step == step
 

@@ -121,11 +121,13 @@ class ExpertTable(_Table):
 
     @model_validator(mode="after")
     def _check_relations(self) -> "ExpertTable":
-        needs = dict.fromkeys(("optimizer_arguments", "schedule", "clip_grad_norm", "prefer"), "optimizer")
+        needs = dict.fromkeys(("optimizer_arguments", "schedule", "clip_grad_norm"), "optimizer")
         given, numbered = self.model_fields_set, "{}" in self.name
         with Validator("an expert") as check:
             for name, other in {**needs, "schedule_arguments": "schedule"}.items():
                 check.require(name not in given or other in given, f"there is {name} and no {other}")
+            trained = self.prefer == "checkpoint" or "optimizer" in given
+            check.require(trained, 'there is prefer = "file" and no optimizer')
             fault = f"it is called {self.name!r} and has no count: give the number of experts, or remove {{}}"
             check.require(not numbered or self.count is not None, fault)
             fault = f"it is {self.count} experts all called {self.name!r}; write {{}} in place of their number"
