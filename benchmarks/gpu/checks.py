@@ -186,7 +186,7 @@ def two_recorded_networks(places: Places) -> None:
         nets: list[weft.Recurrent] = []
 
         def wrap(model: nn.Module, place: str = place, nets: list[weft.Recurrent] = nets) -> nn.Module:
-            recorded = with_backend(model.to(place), "inductor")
+            recorded = with_backend(model.to(place), "python")
             nets.append(recorded.net)
             return recorded
 
@@ -201,7 +201,7 @@ def two_recorded_networks(places: Places) -> None:
 def recorded_network_shared_by_threads(places: Places) -> None:
     """Four threads that share a recorded network each get the results of their own inputs."""
     place, plain = places[0], gru("eager")
-    shared = with_backend(copy.deepcopy(plain).to(place), "inductor")
+    shared = with_backend(copy.deepcopy(plain).to(place), "python")
     inputs = [floats(number, 12, 4, 16) for number in range(4)]
     wrong, errors = [0] * len(inputs), list[BaseException]()
     with torch.no_grad():
@@ -237,12 +237,12 @@ def pipe_of_recorded_networks(places: Places) -> None:
         return floats(step, 12, 8, 16)
 
     def wrap(model: nn.Module) -> nn.Module:
-        return piped(places, balance=[1, 1], executor="threads", chunks=2, batch_dim=1)(with_backend(model, "inductor"))
+        return piped(places, balance=[1, 1], executor="threads", chunks=2, batch_dim=1)(with_backend(model, "python"))
 
     assert_trains_as_on_the_cpu(make, places[0], wrap, draw, steps=3)
     gradients: dict[str, list[Tensor]] = {}
     for executor in ("serial", "threads"):
-        one, other = gru("inductor", 0), gru("inductor", 1)
+        one, other = gru("python", 0), gru("python", 1)
         model = nn.Sequential(one, nn.Dropout(0.5), other)
         options = {"balance": [1, 1, 1], "devices": [*places, places[0]], "batch_dim": 1}
         pipe = weft.Pipe(model, chunks=2, executor=executor, **options)
@@ -367,7 +367,7 @@ def plans_with_tf32(places: Places) -> None:
     for make, shape in ((lambda: nn.GRUCell(32, 64), (20, 1, 32)), (ConvCell, (20, 2, 3, 8, 8))):
         torch.manual_seed(0)
         plain = RecurrentOutputs(make(), "eager").double()
-        for backend in ("python", "inductor"):
+        for backend in ("python", "triton"):
             net = with_backend(copy.deepcopy(plain).float().to(places[0]), backend)
             x = floats(0, *shape)
             actual, expected = net(x.float().to(places[0])), plain(x)

@@ -113,7 +113,7 @@ def recurrent(place: str, seconds: float) -> Iterator[Row]:
         torch.manual_seed(0)
         peer = of_torch(width, width).to(place)
         cell = with_weights_of(peer, make(width, width).to(place))
-        nets = {backend: weft.Recurrent(cell, backend=backend) for backend in ("python", "inductor", "triton", "auto")}
+        nets = {backend: weft.Recurrent(cell, backend=backend) for backend in ("python", "triton", "auto")}
         order = ["of_input.weight", "of_state.weight", "of_input.bias", "of_state.bias"]
         for steps in lengths:
             x = torch.randn(steps, batch, width, device=place, requires_grad=True)

@@ -3,7 +3,7 @@
     server 0, 1, 2      ReplicationManager, Replica, Leadership, Fence; an expert is the list of its steps
     events              time passes; a server is paused, cut off or restarted; it renews its lease and attends to the
                         expert; a client asks for a step; a state is sent, lost, repeated or late; a checkpoint is
-                        begun, or reaches the shared disk
+                        begun, or reaches the shared disk; an administrator returns the expert to an older checkpoint
 
 After every event: at most one server can step, a token belongs to one server and names one history, and a server that
 can step has every step that was acknowledged as durable. ``python -m tests.experts.replication_model 10000`` runs that
@@ -25,7 +25,13 @@ from tests.experts.concurrency import FakeClock
 from torchweft.core.errors import WeftError
 from torchweft.experts.checkpoint import Checkpoint
 from torchweft.experts.discovery import LocalDirectory
-from torchweft.experts.errors import DirectoryUnavailableError, LeaseLostError, NotOwnerError, UnreachableError
+from torchweft.experts.errors import (
+    DirectoryError,
+    DirectoryUnavailableError,
+    LeaseLostError,
+    NotOwnerError,
+    UnreachableError,
+)
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.replication import Replica, ReplicaOptions, ReplicationManager
 from torchweft.experts.replication.replica import StateVersion, newer
@@ -42,7 +48,7 @@ class ListedSteps(ExpertBackend):
         self.name, self.content = UID, list[int]()
         self.idempotency = SimpleNamespace(snapshot=lambda: lambda: None, load_state_dict=lambda state: None)  # type: ignore[assignment]
         updates = SimpleNamespace(require_permit=lambda check: setattr(self, "permit", check))
-        self.executor = SimpleNamespace(lock=threading.RLock(), updates=updates, backward_batches=0)  # type: ignore[assignment]
+        self.executor = SimpleNamespace(lock=threading.RLock(), updates=updates, stepper=SimpleNamespace(revision=0))  # type: ignore[assignment]
         self.permit: Any = None
 
     @property
@@ -71,7 +77,7 @@ class Disk:
     def unused(self, *_: object, **__: object) -> Any:
         raise NotImplementedError
 
-    lock = encode = write = has = unused
+    lock = encode = write = has = load = unused
 
 
 class Reachable(LocalDirectory):
@@ -264,6 +270,20 @@ class Replication(RuleBasedStateMachine):
         if node not in self.paused and node.replica.leadership.may_step and node.saving is not None:
             self.disk.written.append(node.saving)
             self.durable, node.saving = node.saving.state["content"], None
+
+    @rule(which=SERVERS, place=st.integers(0, 3))
+    def roll_back(self, which: int, place: int) -> None:
+        node = self.nodes[which]
+        if node in self.paused or place >= len(self.disk.written):
+            return
+        state = self.disk.written[place].state
+        try:
+            ownership = node.claim_again(node.replica)
+        except (NotOwnerError, DirectoryError):
+            return
+        node.replica.replace_state(ownership, lambda: node.backend.load_state_dict(state))
+        node.saving = None
+        self.durable = list(state["content"])  # later steps were given up
 
     @invariant()
     def one_server_can_step(self) -> None:

@@ -4,6 +4,10 @@
     trace        run a script, and report its pipes' steps     report/
     serve        serve experts until SIGTERM                   experts/server/command.py
     status       counters of a server                          experts/client/status.py
+    set          hyperparameters of a served expert            experts/client/status.py
+    export       the weights of a served expert, as a file     experts/client/status.py
+    rollback     a served expert to a kept checkpoint          experts/client/status.py
+    load, unload an expert of a server while it runs           experts/client/status.py
     health       whether a server takes work, for probes       cli/servers.py
     env          versions and devices, for an issue            cli/environment.py
     completion   a script for the shell, written by shtab
@@ -15,7 +19,7 @@ This module only parses. PyTorch takes seconds to import, so that a command impo
 import argparse
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -118,6 +122,8 @@ def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argu
     status = add("status", ".servers:print_status", "print a server's status")
     _add_server(status)
     _add_status(status)
+    _add_token(status)
+    _add_operations(add)
     _add_server(add("health", ".servers:check_health", "exit with 0 if a server takes work, for probes"))
     environment = add("env", ".environment:print_environment", "print versions and devices, for an issue")
     environment.add_argument("--json", action="store_true", help="the same as JSON")
@@ -164,14 +170,37 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the whole status, as JSON")
     watch = "print it again after every interval, until Ctrl-C (%(const)g s)"
     parser.add_argument("--watch", type=_seconds, nargs="?", const=2.0, metavar="SECONDS", help=watch)
+
+
+def _add_operations(add: Callable[..., argparse.ArgumentParser]) -> None:
+    texts = {
+        "set": "set hyperparameters of an expert, such as lr=1e-4, while it is served",
+        "export": "write the weights of an expert to a safetensors file while it is served",
+        "rollback": "return an expert to a kept checkpoint while it is served",
+        "load": "serve one more expert, of the file that the server's configuration names as loadable",
+        "unload": "finish the accepted work of an expert, save it, and serve it no more",
+    }
+    parsers = {name: add(name, ".servers:operate", text) for name, text in texts.items()}
+    for parser in parsers.values():
+        _add_server(parser, timeout=60.0)
+        _add_token(parser)
+        parser.add_argument("uid", metavar="EXPERT")
+    setting = "hyperparameters of its optimizer or schedule, with values in JSON"
+    parsers["set"].add_argument("settings", nargs="+", metavar="NAME=VALUE", help=setting)
+    parsers["set"].add_argument("--group", type=int, metavar="NUMBER", help="of one group of parameters (all)")
+    parsers["export"].add_argument("file", type=Path, metavar="FILE")
+    parsers["rollback"].add_argument("--step", type=int, required=True, metavar="N", help="of a kept checkpoint")
+
+
+def _add_token(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", help=f"of the client; visible to others on this machine, so prefer {TOKEN_VARIABLE}")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"with the token (else: {TOKEN_VARIABLE})")
 
 
-def _add_server(parser: argparse.ArgumentParser) -> None:
+def _add_server(parser: argparse.ArgumentParser, timeout: float = 10.0) -> None:
     parser.add_argument("address", metavar="HOST:PORT")
-    timeout = "for an answer (%(default)g)"
-    parser.add_argument("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help=timeout)
+    wait = "for an answer (%(default)g)"
+    parser.add_argument("--timeout", type=_seconds, default=timeout, metavar="SECONDS", help=wait)
     client = "of this client"
     for name, text in {"authority": "that signed the server", "key": client, "certificate": client}.items():
         parser.add_argument(f"--{name}", type=Path, metavar="PEM", help=text)

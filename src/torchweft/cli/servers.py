@@ -1,8 +1,9 @@
-"""``torchweft serve``, ``status`` and ``health``: from parsed options to the modules that do the work.
+"""``torchweft serve``, ``status``, ``health``, ``set`` and so on: from parsed options to the modules that do the work.
 
 Those modules need the extra ``experts``, and all but gRPC itself import PyTorch, so they are imported by name here.
 """
 
+import json
 import os
 import sys
 from argparse import Namespace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torchweft.cli import TOKEN_VARIABLE
-from torchweft.core.errors import UsageError, WeftError
+from torchweft.core.errors import UsageError, WeftError, escape
 
 _CLEAR = "\x1b[H\x1b[2J"  # cursor to the first line, and an empty terminal
 _SERVING = b"\x08\x01"  # the message of grpc.health.v1 whose field 1, the status, is SERVING
@@ -50,9 +51,7 @@ def serve(chosen: Namespace) -> None:
 def print_status(chosen: Namespace) -> None:
     """Print the status of a server, once or until Ctrl-C."""
     client = _load("torchweft.experts.client.status")
-    tls_type = _load("torchweft.experts.client").ClientTls
-    tls = tls_type(*_pems(chosen), chosen.server_name) if any(_pems(chosen)) else None
-    ask = {"tls": tls, "token": _read_token(chosen), "as_json": chosen.json, "timeout": chosen.timeout}
+    ask = {**_credentials(chosen), "as_json": chosen.json, "timeout": chosen.timeout}
     if chosen.watch is None:
         print(client.status(chosen.address, **ask))
         return
@@ -61,6 +60,25 @@ def print_status(chosen: Namespace) -> None:
             # JSON stays one line per status, for programs. A terminal shows the newest text alone.
             start = "" if chosen.json else _CLEAR if sys.stdout.isatty() else "\n"
             print(f"{start}{text}", flush=True)
+
+
+def operate(chosen: Namespace) -> None:
+    """Change or copy an expert of a living server, and print its progress."""
+    client, uid = _load("torchweft.experts.client.status"), chosen.uid
+    with _load("torchweft.experts.client").GrpcTransport(chosen.address, **_credentials(chosen)) as transport:
+        if chosen.name == "export":
+            steps = client.export(transport, uid, chosen.file, chosen.timeout)
+            print(f"expert {escape(uid)!r}: step {steps} is in {chosen.file}")
+            return
+        if chosen.name == "set":
+            values = dict(map(_parse_setting, chosen.settings))
+            results = client.set_hyperparameters(transport, uid, values, chosen.group, chosen.timeout)
+        else:
+            arguments = {"step": chosen.step} if chosen.name == "rollback" else {}
+            operation = client.Operation(chosen.name, uid, arguments)
+            results, _ = transport.operate(operation, chosen.timeout)
+    saved = "no checkpoint" if results["durable"] is None else f"step {results['durable']} is saved"
+    print(f"{chosen.name} of expert {escape(uid)!r} done: it is at step {results['steps']}, {saved}")
 
 
 def check_health(chosen: Namespace) -> None:
@@ -80,6 +98,24 @@ def check_health(chosen: Namespace) -> None:
     if answer != _SERVING:
         raise WeftError(f"{chosen.address} refuses new work, because it is ending")
     print(f"{chosen.address} takes work")
+
+
+def _parse_setting(word: str) -> tuple[str, Any]:
+    """``lr=1e-4`` or ``betas=[0.9,0.99]``: the value is JSON."""
+    name, equals, text = word.partition("=")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if not (name and equals) or (isinstance(value, str) and not text.startswith('"')):
+        raise UsageError(f"a setting is {word!r}, wanted NAME=VALUE with a value in JSON, such as lr=1e-4")
+    return name, value
+
+
+def _credentials(chosen: Namespace) -> dict[str, Any]:
+    tls_type = _load("torchweft.experts.client").ClientTls
+    tls = tls_type(*_pems(chosen), chosen.server_name) if any(_pems(chosen)) else None
+    return {"tls": tls, "token": _read_token(chosen)}
 
 
 def _pems(chosen: Namespace) -> Sequence[Path | None]:

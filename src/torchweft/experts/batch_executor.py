@@ -448,6 +448,7 @@ class BatchExecutor:
             "seed": self.module.effects.seed,
             "forward_batches": self.forward_batches,
             "backward_batches": self.backward_batches,
+            "changes": self.stepper.changes,
         }
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
@@ -455,7 +456,7 @@ class BatchExecutor:
         self.module.effects.change_seed(counts["seed"])
         self.updates.forget_pending()
         self.updates.weights.after_load()
-        self.stepper.resume_from(counts["steps"], counts["backward_batches"])
+        self.stepper.resume_from(counts["steps"], counts["backward_batches"], counts.get("changes", 0))
 
     def _answer_tasks(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
         device, weights = self.module.effects.device, self.updates.weights

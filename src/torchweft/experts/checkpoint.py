@@ -90,6 +90,10 @@ class CheckpointStore(Protocol):
         # Raises ``FormatError`` if another version wrote the newest whole one: an older one would lose its steps.
         ...
 
+    def load(self, uid: str, step: int) -> Checkpoint:
+        """The newest checkpoint of this step. Raises ``CheckpointError``."""
+        ...
+
     def has(self, uid: str, step: int) -> bool:
         """Whether a checkpoint of this step exists. True if the storage does not answer."""
         ...
@@ -305,6 +309,18 @@ class FolderCheckpointStore:
             if names == before:  # otherwise another server replaced the files during the loop
                 raise CheckpointError(join_faults(f"no checkpoint of expert {uid!r} in {folder} can be read:", faults))
         return None
+
+    def load(self, uid: str, step: int) -> Checkpoint:
+        folder = self._folder(uid)
+        try:
+            names = [name for name in self._names(folder) if int(name.split("-")[1]) == step]
+            if not names:
+                kept = ", ".join(map(str, self.steps(uid))) or "none"
+                raise CheckpointError(f"expert {uid!r} has no checkpoint of step {step} in {folder}; kept are {kept}")
+            value = self._read(folder / names[0], uid)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoints of expert {uid!r} in {folder} cannot be read: {error}") from error
+        return Checkpoint(uid, value["step"], value["state"], value["extra"], str(folder / names[0]))
 
     def steps(self, uid: str) -> list[int]:
         """The steps of this expert's checkpoints, newest first. Damaged files are included."""

@@ -11,7 +11,7 @@ A backward with a key steps once however often it is sent.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -28,6 +28,7 @@ from torchweft.experts.batch_executor import BatchExecutor, FlatModule, WeightUp
 from torchweft.experts.errors import NotFiniteError
 from torchweft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards, WeightCheck
 from torchweft.experts.graph_cache import GraphBudget, GraphCache
+from torchweft.experts.hyperparameters import set_hyperparameters
 from torchweft.experts.idempotency import IdempotencyOptions, IdempotencyTable
 from torchweft.experts.optimizer_step import (
     OptimizerLike,
@@ -64,6 +65,8 @@ class ExpertBackend:
         guards: limits beyond which gradients are rejected.
         idempotency, mini_batches: bounds of the idempotency keys, and of the sums of gradients open for `commit`.
         keep_graphs: keep graph and inputs of forwards with a key for their backward.
+        prefer_configured: at a restore, hyperparameters of ``optimizer`` and ``schedule`` that differ from those of the
+            checkpoint hold. By default those of the checkpoint hold.
         pool_options: the fields of `PoolOptions`.
 
     Raises ``UsageError`` that lists every invalid argument, and ``SpecError`` if the outputs do not fit. Exceptions of
@@ -95,6 +98,7 @@ class ExpertBackend:
         idempotency: IdempotencyOptions | None = None,
         mini_batches: AccumulationOptions | None = None,
         keep_graphs: GraphBudget | None = None,
+        prefer_configured: bool = False,
         **pool_options: Any,
     ) -> None:
         arguments = {"clip_grad_norm": clip_grad_norm, "guards": guards, "idempotency": idempotency}
@@ -105,6 +109,8 @@ class ExpertBackend:
             module = expert if module is None else module
             optimizer = opt if optimizer is None else optimizer
             _check_arguments(check, name, module, optimizer, arguments, pool_options)
+            check.boolean("prefer_configured", prefer_configured)
+        self.prefer_configured = prefer_configured
         self.name, self.clip_grad_norm, self.module = name, clip_grad_norm, cast("nn.Module", module)
         call, options = call_schema(name, args_schema, kwargs_schema), PoolOptions(**pool_options)
         parameters = list(self.module.parameters())
@@ -206,6 +212,17 @@ class ExpertBackend:
         # Unknown names are ignored. Otherwise a client could fill the memory with made-up ones.
         if owner in sums or self.backward_pool.has_mini_batch(*owner):
             sums.discard(owner, client if principal is None else principal)
+
+    def set_hyperparameters(self, values: Mapping[str, Any], *, group: int | None = None) -> None:
+        """Set hyperparameters of optimizer and schedule by name, such as ``lr``, between two batches: all or none.
+
+        They hold for all parameter groups, or for the one with the number ``group``. With a schedule, ``lr`` scales its
+        base rate by the same factor. Raises ``UsageError`` that lists all names and values that cannot be set.
+        """
+        with self.executor.lock:
+            self.executor.updates.check_permit()
+            set_hyperparameters(self.name, self.optimizer, self.schedule, values, group)
+            self._stepper.count_change()
 
     def apply_gradients(self) -> None:
         """One step, with the gradients in ``.grad``: clip, optimizer, schedule. Can be overridden."""

@@ -165,7 +165,7 @@ class WeightCheck:
             self.fault = (
                 f"{shown} of expert {self._name!r} hold NaN or infinity, seen {when}. No client is at fault: see its "
                 "optimizer, the learning rate first. Nothing is served or saved until a sound checkpoint is loaded: "
-                "restart the server, which loads the newest one"
+                "by `torchweft rollback`, or by a restart of the server, which loads the newest one"
             )
 
 

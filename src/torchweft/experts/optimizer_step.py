@@ -183,6 +183,7 @@ class OptimizerStep:
 
     def __init__(self, name: str, apply: Callable[[], None] | None) -> None:
         self.steps = self.backward_batches = 0
+        self.changes = 0  # of hyperparameters, by an administrator
         self.trains = apply is not None
         self._name, self._apply = name, apply
 
@@ -227,13 +228,21 @@ class OptimizerStep:
     def count_backward(self) -> None:
         self.backward_batches += 1
 
-    def resume_from(self, steps: int, batches: int) -> None:
-        self.steps, self.backward_batches = steps, batches
+    def count_change(self) -> None:
+        self.changes += 1
+
+    @property
+    def revision(self) -> int:
+        """A number that grows with every change of the expert's state, such as gradients without a step."""
+        return self.backward_batches + self.changes
+
+    def resume_from(self, steps: int, batches: int, changes: int) -> None:
+        self.steps, self.backward_batches, self.changes = steps, batches, changes
 
 
 # Names of classes by part. Without them, torch would load the state of another class of optimizer.
 _CLASS_KEYS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}
-_BRANCH = "branch"  # of states that were saved when experts had a journal
+_OPTIONAL = {"changes", "branch"}  # since they are newer than some states; of those with a journal
 _COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
 
 
@@ -251,7 +260,7 @@ def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None
     fields = {"module", *_COUNTS, *_CLASS_KEYS, *_CLASS_KEYS.values()}
     with Validator(f"this is not a state of expert {name!r}") as check:
         check.add(*(f"{key!r} is missing" for key in sorted(fields - state.keys())))
-        check.add(*(f"{key!r} is not known" for key in sorted(state.keys() - fields - {_BRANCH})))
+        check.add(*(f"{key!r} is not known" for key in sorted(state.keys() - fields - _OPTIONAL)))
         for key in sorted(_COUNTS & state.keys()):
             check.count(key, state[key], least=0)
         for word, part in {"optimizer": optimizer, "schedule": schedule}.items():

@@ -12,7 +12,7 @@ plan_cache.py, guards.py, verify.py            the calls for which a plan holds,
 sequence_function.py                           a whole sequence, as one autograd node
 plan_backends.py, backend_registry.py          the protocol of backends, the values kept for backward; the known ones:
 cpp/, triton/                                  loops in C++, kernels for a GPU
-inductor_backend.py, python_backend.py         compiled steps, loops in Python; recordings.py: launches on a GPU
+python_backend.py, recorded_backend.py         loops in Python; recorded on a GPU, by recordings.py
 custom_op.py, traced_networks.py               under torch.compile: one operator
 pytorch_internals.py                           the private names of PyTorch that these modules use
 """

@@ -3,8 +3,8 @@
     name        module                 devices    limits
     c           cpp/                   CPU        a C++ compiler, and operators that it can lower
     triton      triton/                CUDA       operators that it can lower; elsewhere only in Triton's interpreter
-    inductor    inductor_backend.py    all        compiles for seconds; on a CPU only on request
     python      python_backend.py      all        none, but a loop of small operators can lose against the eager loop
+                recorded_backend.py    CUDA       the same, recorded as a CUDA graph
 
 `plan_cache.py` decides when a plan is made and for which calls it holds. A new backend is added here, not there.
 """
@@ -18,30 +18,28 @@ from torchweft.recurrent.cpp.cpp_backend import CppBackend
 from torchweft.recurrent.cpp.ir import Unsupported
 from torchweft.recurrent.cpp.lowering import decomposition_table
 from torchweft.recurrent.graph import StepGraph
-from torchweft.recurrent.inductor_backend import InductorBackend
 from torchweft.recurrent.plan_backends import Backend
 from torchweft.recurrent.python_backend import PythonBackend
+from torchweft.recurrent.recorded_backend import RecordedBackend, runs_on_cuda
 from torchweft.recurrent.triton import toolchain
 from torchweft.recurrent.triton.triton_backend import TritonBackend
 
-BackendName = Literal["auto", "c", "triton", "inductor", "python", "eager"]
+BackendName = Literal["auto", "c", "triton", "python", "eager"]
 _Builder = Callable[[StepGraph], Backend]
-_BUILDERS: dict[str, _Builder] = {
-    "c": CppBackend,
-    "triton": TritonBackend,
-    "inductor": InductorBackend,
-    "python": PythonBackend,
-}
+
+
+def _build_python(captured: StepGraph) -> Backend:
+    return RecordedBackend(captured) if runs_on_cuda(captured) else PythonBackend(captured)
+
+
+_BUILDERS: dict[str, _Builder] = {"c": CppBackend, "triton": TritonBackend, "python": _build_python}
 
 
 def candidate_backends(name: BackendName, device: torch.device) -> tuple[str, ...]:
     """The backends to try, the fastest first."""
-    on_cuda = device.type == "cuda"
-    if name == "triton" and on_cuda:
-        return "triton", "inductor"  # recorded steps serve the cells that the kernels cannot take
-    if name != "auto":
-        return (name,)
-    return ("triton", "inductor", "python") if on_cuda else ("c", "python")
+    if device.type == "cuda" and name in ("auto", "triton"):
+        return "triton", "python"  # recorded steps serve the cells that the kernels cannot take
+    return ("c", "python") if name == "auto" else (name,)
 
 
 def is_always_faster(name: str) -> bool:

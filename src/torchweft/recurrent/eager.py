@@ -83,20 +83,21 @@ class SequenceRun:
         return _stack_over_time(outputs.structure, collected, border.structure, states)
 
     def head(self, steps: int) -> "SequenceRun":
-        return self._part(slice(0, steps))
+        """The first steps, at most those of the sequence."""
+        return self._part(slice(0, steps), steps)
 
     def after_first_step(self, state: Any) -> "SequenceRun":
         """The same sequence from its second step on, where `state` is the state after the first one."""
-        return replace(self._part(slice(1, None)).settle(state), start=self.start + 1)
+        return replace(self._part(slice(1, None), self.inputs.steps - 1).settle(state), start=self.start + 1)
 
     def settle(self, state: Any) -> "SequenceRun":
         """The same sequence from `state`, which has the dtypes and shapes that all later states must have."""
         fresh = None if self.fresh is None else map_leaves(expand_like, self.fresh, state)
         return replace(self, initial=state, fresh=fresh, settled=True, call_key=None)
 
-    def _part(self, steps: slice) -> "SequenceRun":
+    def _part(self, steps: slice, count: int) -> "SequenceRun":
+        # `count` is given, because `steps.indices` would turn a symbolic T into a constant of the compiled graph.
         leaves = [leaf[steps] if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.leaves]
-        count = len(range(*steps.indices(self.inputs.steps)))
         rows = self.rows.apply(lambda table: table[steps])
         return replace(self, inputs=replace(self.inputs, leaves=leaves, steps=count), rows=rows, call_key=None)
 

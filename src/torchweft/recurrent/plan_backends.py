@@ -183,7 +183,7 @@ def choose_policy(memory: Memory, size: SequenceSize) -> MemoryPolicy:
 
 def chunk_bounds(steps: int, chunk: int) -> list[int]:
     """The bounds of chunks: as few as possible, of equal length, except that the last can be shorter."""
-    # Equal lengths: a short remainder would run inefficiently, and Inductor records each length separately.
+    # Equal lengths: a short remainder would run inefficiently, and on CUDA each length is recorded separately.
     count = max(1, -(-steps // max(chunk, 1)))
     length = -(-steps // count)
     return [*range(0, steps, length), steps] if steps else [0, 0]

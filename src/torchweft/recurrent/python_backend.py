@@ -247,14 +247,6 @@ class PythonBackend:
         of_parameters = [None if node is None else bulk.summed(node, inside) for node in signature.parameter_gradients]
         return of_inputs, carried, of_parameters
 
-    def compile_loop(self, loop: Loop) -> CompiledLoop:
-        """A loop as a function. Other backends override this."""
-        return loop.compile()
-
-    def writes_row(self, node: fx.Node) -> bool:
-        """Whether a loop writes the value into a row of T x ... If not, the rows are stacked after the loop."""
-        return node.target in _INTO and not node.kwargs
-
     def varies(self, node: fx.Node) -> bool:
         """Whether a value can differ from step to step."""
         return bool(self._on[node])
@@ -286,8 +278,9 @@ class PythonBackend:
         rows = [node for node in outside if self.varies(node)]
         constants = [node for node in outside if not self.varies(node)]
         saved, backward = self._read_later[name], name == "loop_back"
-        written = [node for node in saved if self.writes_row(node)]
-        return self.compile_loop(Loop(nodes, constants, rows, carried, ends, saved, written, backward, added))
+        # These are written into a row of T x ... The rows of the others are stacked after the loop.
+        written = [node for node in saved if node.target in _INTO and not node.kwargs]
+        return Loop(nodes, constants, rows, carried, ends, saved, written, backward, added).compile()
 
     def _run_loop(
         self,

@@ -60,12 +60,6 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Any, torch._dynamo).nonstrict_trace(function)
 
 
-def inductor() -> Any:
-    from torch import _inductor  # noqa: PLC0415  (takes seconds)
-
-    return _inductor
-
-
 def saved_tensor_hooks() -> object | None:
     """The innermost hooks on saved tensors, or None."""
     return _C._autograd._top_saved_tensors_default_hooks(True)

@@ -90,9 +90,9 @@ class Recurrent(nn.Module):
             multiple of it. Other gradients are complete.
         memory: the values to keep for backward: ``"full"``, ``"states"``, ``"sqrt"`` (``result.states`` is ``None``),
             or a limit in bytes for a call with its backward. Gradients have the same bits in all modes.
-        backend: ``"auto"``: the fastest that can run the cell. ``"c"``, ``"triton"``, ``"inductor"``, ``"python"``: a
-            plan derived from the cell (see `explain`). ``"eager"``: the exact loop. A cell that cannot be captured also
-            runs by the exact loop, with a warning.
+        backend: ``"auto"``: the fastest that can run the cell. ``"c"``, ``"triton"``, ``"python"``: a plan derived
+            from the cell (see `explain`). ``"eager"``: the exact loop. A cell that cannot be captured also runs by the
+            exact loop, with a warning.
         verify: ``"first"``: check a new plan against the eager loop on a few steps before it is used; ``"never"``.
 
     Under ``torch.compile`` the whole sequence is one operator. A graph finds its network in the process that traced it,

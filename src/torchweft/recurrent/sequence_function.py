@@ -190,6 +190,7 @@ class Buffers:
 class SavedSequence:
     """The memory that forward leaves for backward: other values by chunk, and the first states of each segment."""
 
+    constants: Any  # see `Backend.begin`
     buffers: Buffers
     values: list[Any]
     heads: list[list[Tensor]]
@@ -262,7 +263,7 @@ class ScanFunction:
             )
             # The version alone misses `tensor.data = other` and `set_`, which exchange the memory.
             read = [(role, i, x, (x._version, x.data_ptr())) for role, group in groups for i, x in enumerate(group)]
-            self._saved = SavedSequence(buffers, values, heads, read)
+            self._saved = SavedSequence(constants, buffers, values, heads, read)
         return ends, [end.is_floating_point() or end.is_complex() for end in ends]
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
@@ -275,9 +276,8 @@ class ScanFunction:
             backend, parameters = self._backend, self.tensors[sum(self._counts) :]
             incoming = self.split_ends(gradients)
             back = _BackwardGradients(backend.captured, self._inputs, self._states, parameters, incoming)
-            constants = backend.begin()
-            for start, end, chunk, values in self._chunks_back(saved, constants, retain):
-                backend.backward(constants, chunk, values, back.of_chunk(start, end))
+            for start, end, chunk, values in self._chunks_back(saved, retain):
+                backend.backward(saved.constants, chunk, values, back.of_chunk(start, end))
                 if not (self._policy.values and retain):
                     backend.release(values)
             results = back.results()
@@ -327,12 +327,10 @@ class ScanFunction:
         for references in (self.tensors, self._inputs, self._states, self._replay_reads):
             references.clear()
 
-    def _chunks_back(
-        self, saved: SavedSequence, constants: Any, retain: bool
-    ) -> Generator[tuple[int, int, Chunk, Any]]:
+    def _chunks_back(self, saved: SavedSequence, retain: bool) -> Generator[tuple[int, int, Chunk, Any]]:
         """Each chunk, the last one first, with the values that were kept or are recomputed."""
         # If states are not kept whole, each segment is run forward once more, in memory of its own.
-        backend, bounds, length = self._backend, self._bounds, self._policy.segment
+        backend, bounds, length, constants = self._backend, self._bounds, self._policy.segment, saved.constants
         if length is None:
             for i in range(len(bounds) - 2, -1, -1):
                 chunk = saved.buffers.chunk_views(bounds[i], bounds[i + 1])

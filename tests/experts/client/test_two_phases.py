@@ -1,6 +1,6 @@
 """Commit of several experts: all step, or none does, and no step is repeated."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -15,7 +15,7 @@ from torchweft.experts import AccumulationOptions, ExpertBackend, Guards
 from torchweft.experts.client import NEVER, RemoteExpert, Retry, commit, discard
 from torchweft.experts.errors import CommitError, DrainingError, GradientError, LostError
 from torchweft.experts.server import Server
-from torchweft.experts.wire import Kind
+from torchweft.experts.wire import Call, Kind, Received
 
 NAMES = ("a", "b", "c")
 
@@ -128,6 +128,29 @@ def test_a_second_commit_completes_the_first(stages: Stages) -> None:
         commit(stages.model)
     assert "have stepped: a, c" in "\n".join(caught.value.__notes__) and stages.steps() == [1, 0, 1]
     assert commit(stages.model) == {"a": False, "b": True, "c": False} and stages.steps() == [1, 1, 1]
+
+
+def test_server_that_ends_between_the_phases_is_named(stages: Stages) -> None:
+    """Its sum is gone, and the others have stepped. The next mini-batch is one step of all again."""
+    stages.run()
+    transport = stages.transports["b"]
+    handle = transport._handler
+
+    def end_before_commit(call: Received, reply: Callable[[Call], None]) -> object:
+        if call.header.kind is Kind.COMMIT:
+            stages.restart("b")  # it has another handler then
+        return (transport._handler if call.header.kind is Kind.COMMIT else handle)(call, reply)
+
+    transport._handler = end_before_commit
+    with pytest.raises(CommitError) as caught:
+        commit(stages.model)
+    notes = "\n".join(caught.value.__notes__)
+    assert "from expert 'b'" in notes and "have stepped: a, c" in notes and stages.steps() == [1, 0, 1]
+    with pytest.raises(CommitError, match="incomplete"):
+        commit(stages.model)
+    discard(stages.model)
+    stages.run()
+    assert commit(stages.model) == dict.fromkeys(NAMES, True) and stages.steps() == [2, 1, 2]
 
 
 def test_a_prepared_sum_is_closed_and_outlives_its_stream(stages: Stages) -> None:

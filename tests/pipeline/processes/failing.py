@@ -194,9 +194,13 @@ def rank_is_interrupted() -> tuple[str, str]:
     return layer_fails(1, "interrupt", "1f1b")
 
 
-def trains_until_failure() -> tuple[str, str, float]:
-    """Train until a failure, and return its time too."""
+def trains_until_failure(rank: int, sent: int) -> tuple[str, str, float]:
+    """Train until a failure, and return its time too. After two steps, this rank gets a signal while it trains."""
     pipe = make()
+    train(pipe)
+    train(pipe)
+    if dist.get_rank() == rank:
+        threading.Timer(0.2, os.kill, (os.getpid(), sent)).start()
     raised: tuple[str, str] = "", ""
     while not raised[0]:
         raised = outcome(lambda: train(pipe))

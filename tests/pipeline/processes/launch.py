@@ -32,6 +32,8 @@ import torch.distributed as dist
 
 GROUP_SECONDS = 60.0
 _forks, _spawns = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+# All that a rank would import, which takes seconds. An optimizer imports torch._dynamo.
+_PRELOADED = ["torch._dynamo", "torchweft.pipeline.processes.links", "torchweft.checkpoint"]
 
 
 class Outcome(NamedTuple):
@@ -53,7 +55,7 @@ class Ranks:
         self._stacks = tempfile.TemporaryDirectory(prefix="torchweft-ranks-", ignore_cleanup_errors=True)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        _forks.set_forkserver_preload(["torch", "torch.distributed", "torchweft", "torchweft.pipeline.processes.links"])
+        _forks.set_forkserver_preload(_PRELOADED)
         context: Any = _spawns if spawned else _forks
         for rank in range(size):
             mine, theirs = context.Pipe()

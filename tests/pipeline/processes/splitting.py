@@ -140,8 +140,9 @@ class Glue(nn.Module):
         self.calls += 1
         x = self.first(x) + self.third.offset  # a buffer of a later stage
         x += self.scale
+        x = x.to(self.third.weight.device)
         x = self.second(x) + self.third.bias * self.scale  # a parameter of a later stage
-        return self.third(x.tanh()) @ self.first.weight.t()
+        return self.third(x.tanh()).to(self.first.weight.device) @ self.first.weight.t()
 
 
 class InPlace(nn.Module):
@@ -288,15 +289,15 @@ def compare_small(name: str, checkpoint: str = "never", output: str = "all") -> 
 
 
 class Settable(nn.Module):
-    """Branches on attributes between blocks, and on an iterator with a state that no recording sees."""
+    """Branches on attributes and rows between blocks, and on an iterator with a state that no recording sees."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.shift, self.swap, self.counter = 0.0, False, iter([])
+        self.shift, self.rise, self.swap, self.counter = 0.0, 0.0, False, iter([])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) + self.shift
+        x = self.first(x) * (1 + self.rise) if bool((x > 0).all()) else self.first(x) + self.shift
         x = self.third(x) if self.swap else x.tanh()
         return self.third(self.second(x)) + next(self.counter, 0.0)
 
@@ -305,18 +306,28 @@ def fail_apart(kind: str) -> tuple[str, str, float]:
     """The error of a call with ranks that differ, or a model with hidden state. The next call succeeds."""
     torch.manual_seed(0)
     plain, rank = Settable(), dist.get_rank()
+    loss: Any = {"loss": lambda output, _: output.square().sum(), "loss_reduction": "sum"}
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=2, split=["second"], group=dist.group.WORLD)
+    x, targets = _inputs(4), {}
     if kind == "hidden":
         pipe.module.counter = iter([float(k) for k in range(100)])
+    elif kind == "late":  # on one rank, after a step that all ranks did alike
+        pipe(x)
+        pipe.module.shift = float(rank)
+    elif kind == "rise":  # the same, in the path of the second micro-batch
+        pipe = weft.Pipe(copy.deepcopy(plain), chunks=2, split=["second"], group=dist.group.WORLD, **loss)
+        x, targets = torch.cat([-x[:2].abs(), x[2:].abs()]), {"target": torch.zeros(4)}
+        pipe(x, **targets), pipe(x, **targets)  # the second step compares again with the plain forward
+        pipe.module.rise = float(rank)
     else:
         setattr(pipe.module, kind, rank)
-    x = _inputs(4)
     try:
-        pipe(x)
+        pipe(x, **targets)
         error: BaseException = AssertionError("no error")
     except Exception as caught:
         error = caught
-    pipe.module.shift, pipe.module.swap, pipe.module.counter = 0.0, False, iter([])
+    pipe.module.shift, pipe.module.rise, pipe.module.swap, pipe.module.counter = 0.0, 0.0, False, iter([])
+    x = _inputs(4)
     return type(error).__name__, str(error), float((pipe(x) - plain(x)).detach().abs().max())
 
 

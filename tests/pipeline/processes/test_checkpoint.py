@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import torchweft as weft
 from tests.pipeline.processes import weights
+from tests.pipeline.processes.launch import fresh_ranks
 from torchweft.errors import UsageError, WeightsError
 
 
@@ -53,6 +54,23 @@ def test_a_plain_checkpoint_is_loaded_by_ranks(ranks, tmp_path: Path) -> None:
     for extra, losses, state in ranks(2).run(weights.load_and_train, str(folder)):
         assert extra is None
         assert_equal_runs((losses, state), plain_run())
+
+
+@pytest.mark.long
+def test_training_survives_twenty_restarts(tmp_path: Path) -> None:
+    """Each attempt has new processes and a new store, as with torchrun, and ends by the death of a rank."""
+    folder, steps = str(tmp_path / "latest"), 21
+    for attempt in range(steps):
+        with fresh_ranks(2, timeout=30.0) as two:
+            last = attempt == steps - 1
+            outcomes = two.outcomes(weights.train_until_killed, folder, steps, without=() if last else (1,))
+        for outcome in outcomes if last else outcomes[:1]:
+            assert outcome and not outcome.text, outcome
+            assert outcome.result[0] == "" if last else "rank 1 (host" in outcome.result[0]
+    pipe = weights.serial(weights.model())
+    expected = weights.train(pipe, weights.adam(pipe), range(steps)), weights.state_of(pipe)
+    for outcome in outcomes:
+        assert_equal_runs((expected[0], outcome.result[1]), expected)
 
 
 @pytest.mark.long

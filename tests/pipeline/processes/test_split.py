@@ -77,6 +77,8 @@ def test_a_sample_that_needs_weights_is_left_out(ranks: Find) -> None:
     ("kind", "words"),
     [
         ("shift", "recorded different programs.*begin to differ at add"),
+        ("late", "recorded different programs.*begin to differ at add"),
+        ("rise", "recorded different programs.*begin to differ at mul"),
         ("swap", "forward.. takes another path on each rank"),
         ("hidden", "and its recorded program compute different values; the first value that differs"),
     ],

@@ -147,7 +147,10 @@ def fine_tune(folder: str, kind: str, wrap: Wrap) -> list[float]:
     settings |= {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.01}
     adapter = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
     model = wrap(peft.get_peft_model(language_model(), adapter))
-    rows = [{"input_ids": row["input_ids"].tolist(), "labels": row["input_ids"].tolist()} for row in sentences(20)]
+    tokens = [row["input_ids"].tolist() for row in sentences(20)]
+    if kind == "sft":
+        tokens = [row[: 4 + 5 * number % 6] for number, row in enumerate(tokens)]  # TRL pads each batch to its longest
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
     if kind == "lora":
         trainer: Any = transformers.Trainer(
             model, transformers.TrainingArguments(folder, **settings), train_dataset=tensors_of(rows)

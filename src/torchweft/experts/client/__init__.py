@@ -4,7 +4,7 @@ remote.py   RemoteExpert, gather, many at once  remote_function.py  calls as an 
 stub.py     signature, requests, progress       transport.py        over gRPC, or in process; Connections, resolvers
 calls.py    the machine that drives all calls   stream.py           gRPC's stream, calls in flight
 futures.py  submit, await                       retry.py            rule for retries
-commit.py   of several experts, in two phases   status.py           ``torchweft status``
+commit.py   of several experts, in two phases   status.py           commands of an administrator
 """
 
 from torchweft.experts import extras as extras  # reports missing packages

@@ -33,6 +33,7 @@ from torchweft.experts.client.remote_function import (
     reject_tangents,
 )
 from torchweft.experts.client.retry import Retry
+from torchweft.experts.client.status import fetch_state, set_hyperparameters
 from torchweft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey, Signature
 from torchweft.experts.client.transport import (
     Connections,
@@ -234,6 +235,28 @@ class RemoteExpert(RemoteLayer):
     def discard(self) -> None:
         """Drop the gradients since the last commit, without waiting for the server."""
         self._stub.discard()
+
+    def set(self, *, group: int | None = None, **hyperparameters: Any) -> None:
+        """Set hyperparameters of the expert's optimizer and schedule at its server, such as ``lr=1e-4``: all or none.
+
+        They hold from the next batch on, for its replicas and after a restart, too. ``group``: the number of one group
+        of parameters; None: all. A schedule continues from a new ``lr``. Needs the role ``ADMIN``.
+        """
+        set_hyperparameters(self._owner(), self.uid, hyperparameters, group, self._options.timeout)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Weights and buffers of the expert's module at its server, all of one step. Needs the role ``ADMIN``.
+
+        In the `state_dict` of a model that contains this layer, the expert is not included: its server saves it. Local
+        parameters of a subclass are: ``nn.Module.state_dict(remote)`` has them alone.
+        """
+        # PyTorch passes arguments when it collects the state of a model.
+        if args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        return fetch_state(self._owner(), self.uid, self._options.timeout)
+
+    def _owner(self) -> Transport:
+        return self._stub.caller.resolver.select_transport(0, None)
 
     def close(self) -> None:
         """Discard an open mini-batch, close a separate connection, and fail calls in flight. Waits up to a second."""

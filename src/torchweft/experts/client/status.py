@@ -1,21 +1,27 @@
-"""The text of ``torchweft status``: the numbers of a server's status page, for a terminal.
+"""Commands of an administrator: the text of ``torchweft status``, and operations on living experts.
 
 torchweft server 10.0.0.7:7070, up 1:02:03, 12 connections, 3 calls under way
 expert   steps   durable  batches    waiting  refused
 ffn.0      412       400     1033          0        2
+
+`RemoteExpert.set` and `RemoteExpert.state_dict` are operations for a client with the role ``ADMIN``.
 """
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from torchweft.core.errors import escape
-from torchweft.experts.client.transport import GrpcTransport
+from torchweft.core.errors import UsageError, escape
+from torchweft.experts.client.transport import GrpcTransport, Transport
 from torchweft.experts.errors import DeadlineError, UnreachableError
+from torchweft.experts.serialization import deserialize
 from torchweft.experts.tls import ClientTls
+from torchweft.experts.wire.service import Operation
 
 Json = Mapping[str, Any]
 
@@ -106,3 +112,35 @@ def _replica_text(replica: Json) -> str:
     else:
         text = f"is taking over {token}"
     return text + (f"; goes wrong: {replica['failure']}" if replica["failure"] else "")
+
+
+def set_hyperparameters(
+    transport: Transport, uid: str, values: Mapping[str, Any], group: int | None, timeout: float
+) -> dict[str, Any]:
+    """Set them between two batches. Returns the ``steps`` of the expert, and the ``durable`` one."""
+    operation = Operation("set", uid, {"values": dict(values), "group": group})
+    return _administrative(transport, uid).operate(operation, timeout)[0]
+
+
+def fetch_state(transport: Transport, uid: str, timeout: float) -> dict[str, Any]:
+    """The weights and buffers of the module, all of one step."""
+    return deserialize(_administrative(transport, uid).operate(Operation("export", uid), timeout)[1])
+
+
+def export(transport: Transport, uid: str, path: Path, timeout: float) -> int:
+    """Write the weights and buffers of the module as a safetensors file. Returns their step."""
+    results, data = _administrative(transport, uid).operate(Operation("export", uid), timeout)
+    # Written under another name first, so that an interrupted export does not leave half a file.
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(data)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return int(results["steps"])
+
+
+def _administrative(transport: Transport, uid: str) -> GrpcTransport:
+    if not isinstance(transport, GrpcTransport):
+        raise UsageError(f"expert {uid!r} is administered over gRPC, and this is a {type(transport).__name__}")
+    return transport

@@ -17,7 +17,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -53,9 +53,12 @@ from torchweft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode,
 from torchweft.experts.wire.service import (
     AUTHORIZATION,
     BEARER,
+    OPERATE,
     STATUS,
     STREAM,
+    Operation,
     client_options,
+    read_operation_replies,
     read_status,
 )
 
@@ -208,15 +211,25 @@ class GrpcTransport(_BaseTransport):
 
     def status(self, timeout: float = 10.0) -> str:
         """The server's status, as JSON. Raises ``ForbiddenError``, ``UnreachableError`` or ``DeadlineError``."""
+        return read_status(b"".join(self._ask(STATUS, b"", timeout, "did not report its status")))
+
+    def operate(self, operation: Operation, timeout: float) -> tuple[dict[str, Any], bytes]:
+        """Carry out an operation of an administrator. Returns its results, and the file of an export."""
+        answers = self._ask(OPERATE, operation.to_bytes(), timeout, f"did not answer the operation {operation.name!r}")
+        return read_operation_replies(answers)
+
+    def _ask(self, method: str, message: bytes, timeout: float, failed: str) -> Iterator[bytes]:
         try:
-            return read_status(self._channel.unary_unary(STATUS)(b"", timeout=timeout, metadata=self._metadata))
+            yield from self._channel.unary_stream(method)(message, timeout=timeout, metadata=self._metadata)
         except _grpc.RpcError as error:
             code, text = error.code(), str(error.details())
             if code in _REFUSED:
                 raise ForbiddenError(f"{self.address} rejects this client: {text}") from None
             if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError(f"{self.address} did not report its status within {timeout:g} s") from None
-            raise self._explain("did not report its status", text) from None
+                raise DeadlineError(f"{self.address} {failed} within {timeout:g} s") from None
+            if code is _grpc.StatusCode.UNIMPLEMENTED:
+                raise UnreachableError(f"{self.address} {failed}: its version of torchweft does not know it") from None
+            raise self._explain(failed, text) from None
 
     def __enter__(self) -> "GrpcTransport":
         return self

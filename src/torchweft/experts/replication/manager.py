@@ -116,6 +116,13 @@ class ReplicationManager:
         self._is_retired = True
         return self.leader_streams is not None
 
+    def claim_again(self, replica: Replica) -> Ownership:
+        """A larger token for the owner of a replica. Raises ``NotOwnerError`` at any other server."""
+        replica.leadership.check(steps=True)
+        lease = replica.leadership.lease
+        assert lease is not None
+        return self._directory.claim(replica.uid, lease)
+
     def hand_over(self, seconds: float, max_wait: float) -> None:
         """Save the owned replicas, let followers fetch the last states, and stop owning. No steps may follow."""
         # Waits ``max_wait`` seconds for a module that holds its expert, and ``seconds`` for followers.

@@ -78,11 +78,12 @@ class ReplicaOptions:
 
 
 class StateVersion(NamedTuple):
-    """The owner's ``token`` when the state was made, its optimizer ``steps`` and backward ``batches``."""
+    """The owner's ``token`` when the state was made, its optimizer ``steps``, and its ``revision``."""
 
+    # The revision counts backward batches and changes of hyperparameters.
     token: int = 0
     steps: int = 0
-    batches: int = 0
+    revision: int = 0
 
 
 def newer(one: StateVersion, other: StateVersion, token: int) -> bool:
@@ -181,7 +182,7 @@ class ReplicaState:
 
     @property
     def version(self) -> StateVersion:
-        return StateVersion(self.token, self._backend.steps, self._backend.executor.backward_batches)
+        return StateVersion(self.token, self._backend.steps, self._backend.executor.stepper.revision)
 
     def confirm(self, token: int) -> None:
         self.token, self.is_loaded = token, True
@@ -205,7 +206,8 @@ class ReplicaState:
         if checkpoint is None:
             return None
         extra: dict[str, Any] = {} if checkpoint.extra is None else checkpoint.extra  # None: saved by hand, no keys
-        version = StateVersion(extra.get("token", 0), checkpoint.step, checkpoint.state["backward_batches"])
+        revision = checkpoint.state["backward_batches"] + checkpoint.state.get("changes", 0)
+        version = StateVersion(extra.get("token", 0), checkpoint.step, revision)
         return version, checkpoint.state, extra.get("records")
 
     def replace(self, version: StateVersion, state: Any, records: Any, nbytes: int | None = None) -> None:
@@ -336,6 +338,15 @@ class Replica:
             self.failure = None
             self.incarnation = secrets.randbits(63)
             self.leadership.become("owner", ownership, lease)
+
+    def replace_state(self, ownership: Ownership, load: Callable[[], object]) -> None:
+        """Call ``load``, which loads an older state, as a new owner: its claim makes the state the newest of all."""
+        with self._lock:
+            self._fence.listed(ownership.token, granted=True)
+            self.leadership.become("owner", ownership, self.leadership.lease)
+            self.state.confirm(ownership.token)
+            load()
+            self.incarnation = secrets.randbits(63)
 
     def encode(self, max_wait: float = 1.0) -> tuple[StateVersion, memoryview] | None:
         """Return the present state as bytes, or None if a batch runs for longer than ``max_wait`` seconds."""

@@ -61,6 +61,7 @@ from torchweft.experts.tls import ClientTls, Pem, ServerTls
 from torchweft.experts.wire.frame import Limits
 
 Made = TypeVar("Made")
+Checked = TypeVar("Checked", bound=BaseModel)
 _TITLE = "invalid configuration of the server"
 
 
@@ -111,6 +112,7 @@ class ExpertTable(_Table):
     schedule: str | None = None
     schedule_arguments: dict[str, Any] | None = None
     clip_grad_norm: float | None = None
+    prefer: Literal["checkpoint", "file"] = "checkpoint"
     options: Annotated[PoolOptions, _DataclassTable(PoolOptions)] = PoolOptions()
     guards: Annotated[Guards, _DataclassTable(Guards)] | None = None
     keep_graphs: Annotated[GraphBudget, _DataclassTable(GraphBudget)] | None = None
@@ -119,7 +121,7 @@ class ExpertTable(_Table):
 
     @model_validator(mode="after")
     def _check_relations(self) -> "ExpertTable":
-        needs = dict.fromkeys(("optimizer_arguments", "schedule", "clip_grad_norm"), "optimizer")
+        needs = dict.fromkeys(("optimizer_arguments", "schedule", "clip_grad_norm", "prefer"), "optimizer")
         given, numbered = self.model_fields_set, "{}" in self.name
         with Validator("an expert") as check:
             for name, other in {**needs, "schedule_arguments": "schedule"}.items():
@@ -140,6 +142,7 @@ class ExpertTable(_Table):
             **vars(self.options),
             **{option: getattr(self, option) for option in named if option in self.model_fields_set},
         }
+        more["prefer_configured"] = self.prefer == "file"
         # Checked before the module is made, because that can take long.
         optimizer = _find_factory(
             torch.optim, Optimizer, self.optimizer, self.optimizer_arguments, "optimizer", "params"
@@ -151,6 +154,32 @@ class ExpertTable(_Table):
             more["schedule"] = schedule
         expert = make_expert(self.kind, **self.arguments)
         return expert.backend(name, optimizer, **more)
+
+
+class LoadableExperts(_Table):
+    """The file ``loadable``: experts that an administrator can load while the server runs, with their modules."""
+
+    imports: list[_Text] = []
+    experts: list[ExpertTable]
+
+    @classmethod
+    def read(cls, path: str) -> "LoadableExperts":
+        """The present file. Raises ``UsageError`` that lists all its faults."""
+        table = read_config(Path(path))
+        with Validator(f"invalid file of loadable experts, {path!r}") as check:
+            if (checked := _validate(cls, table, check)) is not None:
+                _import_all(check, checked.imports)
+                return checked
+        raise AssertionError("an invalid table has faults")
+
+    @classmethod
+    def make(cls, path: str, uid: str) -> ExpertBackend:
+        # Read again each time, so that experts can be added to the file while the server runs.
+        for entry in (loadable := cls.read(path)).experts:
+            if uid in entry.names:
+                return entry.make(uid)
+        known = [name for entry in loadable.experts for name in entry.names]
+        raise UsageError(f"{path!r} has no expert {uid!r}, known are {', '.join(known[:10])}{suggest(uid, known)}")
 
 
 class PanelTable(_Table):
@@ -182,6 +211,7 @@ class ServeConfig(_Table):
     keep: Annotated[int, Field(ge=1)] = 3
     imports: list[_Text] = []
     experts: list[ExpertTable] = []
+    loadable: _Text | None = None
     options: Annotated[ServerOptions, _DataclassTable(ServerOptions, "limits")] = ServerOptions()
     limits: Annotated[Limits, _DataclassTable(Limits)] = Limits()
     tls: Annotated[ServerTls, _DataclassTable(ServerTls)] | None = None
@@ -202,18 +232,15 @@ class ServeConfig(_Table):
         """
         with Validator(_TITLE) as check:
             check.add(*_relation_faults(table))
-            try:
-                return cls.model_validate(dict(table))
-            except ValidationError as error:
-                check.add(*(fault for item in error.errors(include_url=False) for fault in _describe_fault(item)))
+            if (checked := _validate(cls, table, check)) is not None:
+                return checked
         raise AssertionError("an invalid table has faults")
 
     def server(self) -> Server:
         """The server, not started. Raises ``UsageError`` that lists the errors of all its parts."""
         # A failed import raises here: without it, the kinds of experts below would be unknown, too.
         with Validator(_TITLE) as check:
-            for name in self.imports:
-                _try_make(check, f"the module {name!r} of imports cannot be imported", partial(_import_module, name))
+            _import_all(check, self.imports)
         parts: dict[str, Any] = {"options": replace(self.options, limits=self.limits), "replicas": self.replicas}
         with ExitStack() as opened:
             with Validator(_TITLE) as check:
@@ -221,7 +248,7 @@ class ServeConfig(_Table):
                 parts["access"] = _try_make(check, "tokens", partial(Access, grants, self.tokens))
                 if self.panel is not None:
                     parts["panel"] = _try_make(check, "panel", self.panel.read_options)
-                experts = self._make_experts(check)
+                experts = _make_experts(check, self.experts, "experts")
                 if self.directory is not None:
                     to_open = partial(open_directory, self.directory, tls=self.directory_tls)
                     parts["directory"] = directory = _try_make(check, "directory", to_open)
@@ -231,6 +258,8 @@ class ServeConfig(_Table):
                     store = partial(FolderCheckpointStore, self.checkpoints, keep=self.keep)
                     parts["checkpoints"] = _try_make(check, "checkpoints", store)
             # From here on the server closes the opened resources. Before, the stack closes them if anything raises.
+            if self.loadable is not None:
+                parts["loadable"] = partial(LoadableExperts.make, self.loadable)
             server = Server(experts, address=self.address, advertise=self.advertise, tls=self.tls, **parts)
             server.own(opened.pop_all().close)
             return server
@@ -254,28 +283,35 @@ class ServeConfig(_Table):
                 _try_make(check, "tls", self.tls.credentials)
             if self.replicas is not None and self.replicas.tls is not None:
                 _try_make(check, "replicas.tls", self.replicas.tls.credentials)
+            if self.loadable is not None and (found := _try_make(check, "loadable", self._read_loadable)) is not None:
+                _make_experts(check, found.experts, "experts of loadable")
             _try_make(check, "address", partial(probe_address, self.address))
             if self.panel is not None:
                 _try_make(check, "panel", partial(probe_address, self.panel.address))
             check.add(*([] if self.checkpoints is None else _folder_faults("checkpoints", self.checkpoints)))
         return names
 
-    def _make_experts(self, check: Validator) -> list[ExpertBackend]:
-        """The experts of all entries. Of an entry only the first fault is listed: its experts share them."""
-        backends: list[ExpertBackend] = []
-        seen: set[str] = set()
-        for number, entry in enumerate(self.experts):
-            names = entry.names
-            if twice := [name for name in names if name in seen]:
-                check.add(f"experts[{number}] has the name {twice[0]!r} of another expert; give each its own name")
-                continue
-            seen.update(names)
-            for name in names:
-                backend = _try_make(check, f"experts[{number}], called {name!r}", partial(entry.make, name))
-                if backend is None:
-                    break
-                backends.append(backend)
-        return backends
+    def _read_loadable(self) -> LoadableExperts:
+        assert self.loadable is not None
+        return LoadableExperts.read(self.loadable)
+
+
+def _make_experts(check: Validator, entries: Sequence[ExpertTable], where: str) -> list[ExpertBackend]:
+    """The experts of all entries. Of an entry only the first fault is listed: its experts share them."""
+    backends: list[ExpertBackend] = []
+    seen: set[str] = set()
+    for number, entry in enumerate(entries):
+        names = entry.names
+        if twice := [name for name in names if name in seen]:
+            check.add(f"{where}[{number}] has the name {twice[0]!r} of another expert; give each its own name")
+            continue
+        seen.update(names)
+        for name in names:
+            backend = _try_make(check, f"{where}[{number}], called {name!r}", partial(entry.make, name))
+            if backend is None:
+                break
+            backends.append(backend)
+    return backends
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -307,14 +343,23 @@ def build(table: Mapping[str, Any]) -> Server:
     return ServeConfig.parse(table).server()
 
 
-def _describe_fault(error: ErrorDetails) -> list[str]:
+def _validate(kind: type[Checked], table: Mapping[str, Any], check: Validator) -> Checked | None:
+    """The table as ``kind``, or None: then its faults were added to ``check``."""
+    try:
+        return kind.model_validate(dict(table))
+    except ValidationError as error:
+        check.add(*(fault for item in error.errors(include_url=False) for fault in _describe_fault(kind, item)))
+        return None
+
+
+def _describe_fault(whole: type[BaseModel], error: ErrorDetails) -> list[str]:
     """A fault that pydantic found: the place, the value unless it could be a secret, and the expected one."""
     loc, kind, seen, where = error["loc"], error["type"], error["input"], _path(error["loc"])
     *table, name = loc or [""]
     if "tokens" in table:  # the key is the token itself, so it must not be quoted
         return ["tokens has a client that is not text, wanted a secret and the name of its client"]
     if kind == "extra_forbidden":
-        known = _known_names(table)
+        known = _known_names(whole, table)
         where = _path(table) or "the configuration"
         return [f"{where} has {name!r}, known are {', '.join(known)}{suggest(str(name), known)}"]
     if kind == "missing":
@@ -334,8 +379,8 @@ def _path(loc: Sequence[int | str]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 
-def _known_names(loc: Sequence[int | str]) -> list[str]:
-    table: Any = ServeConfig
+def _known_names(whole: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
+    table: Any = whole
     for name in [part for part in loc if isinstance(part, str)]:
         hints: list[Any] = [table.model_fields[name].annotation, *table.model_fields[name].metadata]
         while not hasattr(table := hints.pop(), "model_fields"):
@@ -410,6 +455,11 @@ def _find_factory(
     if own in (arguments or {}):
         raise UsageError(f"{what}_arguments has {own!r}, but that is the expert's own")
     return partial(kind, **arguments) if arguments else kind
+
+
+def _import_all(check: Validator, names: Sequence[str]) -> None:
+    for name in names:
+        _try_make(check, f"the module {name!r} of imports cannot be imported", partial(_import_module, name))
 
 
 def _import_module(name: str) -> None:

@@ -72,10 +72,14 @@ class RequestDispatcher:
         if uid in self._experts:
             raise UsageError(f"expert {uid!r} is served already; give each expert its own name")
 
-    def remove(self, uid: str) -> HostedExpert:
-        hosted = self._experts.pop(uid, None)
-        if hosted is None:
+    def find(self, uid: str) -> HostedExpert:
+        if uid not in self._experts:
             raise self._unknown_expert(uid, None)
+        return self._experts[uid]
+
+    def remove(self, uid: str) -> HostedExpert:
+        hosted = self.find(uid)
+        del self._experts[uid]
         return hosted
 
     def experts(self) -> dict[str, HostedExpert]:

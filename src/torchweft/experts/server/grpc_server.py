@@ -4,11 +4,13 @@
                 '── rejected before a byte is read       '── an invalid frame: error of call 0, and the end
     Info     frame of INFO calls -> frame of answers
     Status   -> JSON, for role ADMIN; reads no message
+    Operate  request -> results of an operation, for role ADMIN at its expert; see operations.py
     State    states of experts, for followers with role ADMIN; see `weft.experts.replication.LeaderStreams`
     grpc.reflection.v1alpha.ServerReflection    as published, for admitted clients
     grpc.health.v1.Health                       Check alone, for everybody; of the whole server; reads no message
 
-Calls of Info, Status and reflection are short: a message must arrive within 10 s, and each client has a few at a time.
+Calls of Info, Status, Operate and reflection are short: a message must arrive within 10 s, and each client has a few at
+a time.
 
 For gRPC every method is a stream, also those that clients call as unary: gRPC reads a unary request completely before
 it calls the handler. With streams, it holds only the headers of unknown callers, and of a client no more than the
@@ -39,12 +41,22 @@ from torchweft.experts.fork_guard import check_fork
 from torchweft.experts.replication import LeaderStreams
 from torchweft.experts.server.auth import Caller, Role, authenticate
 from torchweft.experts.server.dispatcher import RequestDispatcher, error_call
+from torchweft.experts.server.operations import Operations
 from torchweft.experts.server.options import ServerOptions
 from torchweft.experts.server.server_stream import ByteBudget, ServerStream
 from torchweft.experts.tls import ServerTls
 from torchweft.experts.wire import Call, Frame, Header, Kind, Received, decode, encode
 from torchweft.experts.wire.frame import MESSAGE_BYTES
-from torchweft.experts.wire.service import FRAME_BYTES, PROTO, SERVICE, age_options, server_options, write_status
+from torchweft.experts.wire.service import (
+    FRAME_BYTES,
+    PROTO,
+    SERVICE,
+    age_options,
+    read_operation,
+    server_options,
+    write_operation_reply,
+    write_status,
+)
 
 _aio = cast("Any", aio)
 _grpc = cast("Any", grpc)
@@ -57,6 +69,7 @@ _CHECKS, _HOST_CHECKS = 32, 8
 # open call holds the bytes of a stream. Without these limits, one client could keep out others without sending a byte.
 _CLIENT_REQUESTS = 64
 _REQUEST_SECONDS = 10.0
+_OPERATION_SECONDS = 60.0  # for an operation without a deadline
 _ROOM_SECONDS = 5.0  # that a frame in parts waits for room
 _PART_SECONDS = 30.0  # for its next part
 _START_SECONDS = 30.0  # for the start of listening
@@ -75,9 +88,10 @@ class GrpcServer:
         dispatcher: RequestDispatcher,
         options: ServerOptions,
         status: Callable[[], Mapping[str, Any]],
-        leader_streams: LeaderStreams | None = None,
+        leader_streams: LeaderStreams | None,
+        operations: Operations,
     ) -> None:
-        self.handlers = GrpcHandlers(dispatcher, options, status, leader_streams)
+        self.handlers = GrpcHandlers(dispatcher, options, status, leader_streams, operations)
         self.port = 0  # 0 before the start
         self._address, self._tls, self._options = address, tls, options
         self._thread: threading.Thread | None = None
@@ -156,12 +170,13 @@ class GrpcHandlers:
         options: ServerOptions,
         status: Callable[[], Mapping[str, Any]],
         leader_streams: LeaderStreams | None,
+        operations: Operations,
     ) -> None:
         self.connections: set[ServerStream] = set()
         self.budget = ByteBudget(options.total_bytes)
         self.leader_streams = leader_streams
         self._accepted = self._turned_away = self._broken = 0
-        self._dispatcher, self._options, self._status = dispatcher, options, status
+        self._dispatcher, self._options, self._status, self._operations = dispatcher, options, status, operations
         self._checks: list[str] = []  # hosts whose health checks are running
         self._requests: list[str] = []  # clients whose short calls are running
         names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
@@ -170,7 +185,7 @@ class GrpcHandlers:
     def tables(self) -> list[Any]:
         stream = _grpc.stream_stream_rpc_method_handler
         methods = {"Stream": stream(self._serve_stream), "Info": stream(self._answer_info)}
-        methods["Status"] = stream(self._send_status)
+        methods |= {"Status": stream(self._send_status), "Operate": stream(self._operate)}
         if self.leader_streams is not None:
             methods["State"] = stream(self._serve_states)
         reflect = stream(
@@ -322,6 +337,25 @@ class GrpcHandlers:
             # In a thread of the pool: with many experts, JSON would block the loop for all clients.
             loop = asyncio.get_running_loop()
             await context.write(write_status(json.dumps(await loop.run_in_executor(None, self._status))))
+
+    async def _operate(self, _: Any, context: Any) -> None:
+        async with self._admit_request(context, "operation") as caller:
+            message = await _next_request(context)
+            data = memoryview(b"")
+            try:
+                operation = read_operation(message or b"")
+                what = f"the operation {operation.name!r}"
+                self._dispatcher.check_role(caller, operation.uid, Role.ADMIN, what, operation.name.upper())
+                seconds = min(context.time_remaining() or _OPERATION_SECONDS, self._options.longest_seconds)
+                # In a thread of the pool, because an operation waits for the batch that runs, and for the disk.
+                work = partial(self._operations.run, operation, caller.described, seconds)
+                results, data = await asyncio.get_running_loop().run_in_executor(None, work)
+                await context.write(write_operation_reply(results=results))
+            except Exception as error:  # also of users' modules
+                await context.write(write_operation_reply(error=error))
+            size = min(MESSAGE_BYTES, max(1, self._options.limits.frame_bytes // 2))
+            for start in range(0, len(data), size):
+                await context.write(write_operation_reply(data=data[start : start + size]))
 
     async def _serve_states(self, _: Any, context: Any) -> None:
         async with self._admit_caller(context, "state") as caller:

@@ -3,29 +3,30 @@
     restore   newest whole checkpoint ──> weights, optimizer, schedule, steps, idempotency keys
     save      the same, all of one step, copied under the expert's lock and written without it
     durable   the step of the last checkpoint that is on the disk
+    change    hyperparameters, between two batches ──> save
+    return    a kept checkpoint ──> weights, optimizer, ... in a new incarnation ──> save
 
 Keys and weights are saved together. Otherwise a backward that a client repeats after a crash could be applied twice, or
 not at all. Of a replica, only the owner saves, with the token of its ownership. If hyperparameters of a checkpoint
-differ from the configured ones, the checkpoint wins, and the log and the status say so.
+differ from the configured ones, the checkpoint wins, unless the backend says otherwise. The log and the status note it.
 """
 
-import inspect
-import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
-
-from torch import Tensor
+from typing import Any
 
 from torchweft.core.errors import UsageError, escape, join_faults
 from torchweft.core.validation import MAX_SECONDS
-from torchweft.experts.checkpoint import CheckpointLock, CheckpointStore
-from torchweft.experts.discovery import Lease
+from torchweft.experts.checkpoint import Checkpoint, CheckpointLock, CheckpointStore
+from torchweft.experts.discovery import Lease, Ownership
 from torchweft.experts.errors import ExpertError
 from torchweft.experts.expert import ExpertBackend
+from torchweft.experts.hyperparameters import ConfiguredHyperparameters, describe_changes, read_hyperparameters
+from torchweft.experts.optimizer_step import check_state
 from torchweft.experts.replication import Replica
 from torchweft.experts.server.options import ServerOptions
 from torchweft.experts.wire import Header, Kind, Limits
@@ -56,10 +57,16 @@ class HostedExpert:
         self.notes: tuple[str, ...] = ()  # hyperparameters and dtypes that the restore changed
         self._lossy = options.lossy_restore
         self._store, self._incarnation = store, incarnation
+        self._saved_changes = 0  # of hyperparameters, in the last checkpoint
         self._saving = threading.Lock()
         self._folder_lock: CheckpointLock | None = None  # held from the restore to the end
         self.replica = None
         if until is not None:
+            if backend.prefer_configured:
+                raise UsageError(
+                    f"expert {backend.name!r} is a replica, so its hyperparameters are those of its owner: remove "
+                    'prefer = "file" (prefer_configured=), and change them by `torchweft set`'
+                )
             self.replica = Replica(backend, until, save=self.save, store=store, loaded=self._forget_durable)
         _check_callable(backend.name, self.describe(), options.limits)
 
@@ -96,27 +103,82 @@ class HostedExpert:
         if found is None:
             self.save()  # does nothing for a replica, which is not an owner yet
             return
-        configured = read_hyperparameters(self.backend)
+        backend = self.backend
+        configured = read_hyperparameters(backend.optimizer, backend.schedule)
+        preferred = None
+        if backend.prefer_configured and backend.optimizer is not None:
+            preferred = ConfiguredHyperparameters(backend.optimizer, backend.schedule)
+        casts, token = self._load(found, "Configure it as it was when that was saved, or give it another folder")
+        self.durable = self.restored = found.step
+        if found.skipped:
+            self.failure = join_faults(f"at step {found.step}, as newer checkpoints cannot be read:", found.skipped)
+            _LOG.warning("restore of expert %r: %s", backend.name, escape(self.failure))
+        saved = read_hyperparameters(backend.optimizer, backend.schedule)
+        changes = describe_changes(configured, saved, prefer_configured=preferred is not None)
+        self._saved_changes = backend.executor.stepper.changes
+        if preferred is not None:
+            preferred.put_back()
+            if changes:
+                backend.executor.stepper.count_change()
+        self.notes = (*casts, *changes)
+        for note in self.notes:
+            _LOG.warning("expert %r: %s", backend.name, escape(note))
+        if self.replica is not None:
+            self.replica.restored(token)
+
+    def _load(self, found: Checkpoint, advice: str) -> tuple[list[str], int]:
+        """Load state and keys of a checkpoint. Returns notes, and the token of its owner."""
         try:
             extra: dict[str, Any] = {} if found.extra is None else found.extra  # None: saved by hand, without keys
             casts = self.backend.load_state_dict(found.state, lossy=self._lossy)
             if _KEYS in extra:
                 self.backend.idempotency.load_state_dict(extra[_KEYS])
-            token: int = extra.get(_TOKEN, 0)
         except Exception as error:  # modules and optimizers raise anything for the state of another kind
-            raise UsageError(
-                f"expert {self.backend.name!r} cannot go on from {found.location}: {error}. Configure it as it was "
-                "when that was saved, or give it another folder"
-            ) from error
-        self.durable = self.restored = found.step
-        if found.skipped:
-            self.failure = join_faults(f"at step {found.step}, as newer checkpoints cannot be read:", found.skipped)
-            _LOG.warning("restore of expert %r: %s", self.backend.name, escape(self.failure))
-        self.notes = (*casts, *describe_changes(configured, read_hyperparameters(self.backend)))
-        for note in self.notes:
-            _LOG.warning("expert %r: %s", self.backend.name, escape(note))
+            text = f"expert {self.backend.name!r} cannot go on from {found.location}: {error}. {advice}"
+            raise UsageError(text) from error
+        return casts, extra.get(_TOKEN, 0)
+
+    def set_hyperparameters(self, values: Mapping[str, Any], group: int | None, max_wait: float) -> None:
+        """Set hyperparameters between two batches, and save. Raises ``NotOwnerError`` at a server that follows."""
+        self._check_owner()
+        with _acquire(self.backend.executor.lock, max_wait, self.backend.name, "changed"):
+            self.backend.set_hyperparameters(values, group=group)
+        self.save(max_wait)
+
+    def copy_module(self, max_wait: float) -> tuple[int, dict[str, Any]]:
+        """The steps, and the state of the module between two batches."""
+        with _acquire(self.backend.executor.lock, max_wait, self.backend.name, "copied"):
+            self.backend.check_weights()
+            state = self.backend.state_dict()
+        return state["steps"], dict(state["module"])
+
+    def roll_back(self, step: int, claim: Callable[[Replica], Ownership], max_wait: float) -> None:
+        """Go back to the checkpoint of a step, and save it as the newest. ``claim``: makes a larger token."""
+        # Raises ``NotOwnerError`` at a server that follows, or has been replaced.
+        store, backend = self._store, self.backend
+        if store is None:
+            raise UsageError(f"expert {backend.name!r} has no checkpoints to go back to: there is no checkpoints=")
+        self._check_owner()
+        found = store.load(backend.name, step)
+        check_state(backend.name, found.state, backend.optimizer, backend.schedule)
+
+        def load() -> None:
+            with _acquire(backend.executor.lock, max_wait, backend.name, "rolled back"):
+                self._load(found, "Nothing was changed")
+
+        with _acquire(self._saving, max_wait, backend.name, "rolled back"):
+            if self.replica is None:
+                load()
+                # So that clients notice it, and no open mini-batch is committed.
+                self._incarnation = secrets.randbits(63)
+            else:
+                self.replica.replace_state(claim(self.replica), load)
+            self.durable = None
+        self.save(max_wait)
+
+    def _check_owner(self) -> None:
         if self.replica is not None:
-            self.replica.restored(token)
+            self.replica.leadership.check(steps=True)
 
     def save(self, max_wait: float = MAX_SECONDS) -> bool:
         """Make the present state durable. Returns False if it is already, or if another server owns the expert."""
@@ -125,7 +187,9 @@ class HostedExpert:
         if store is None:
             return False
         with _acquire(self._saving, max_wait, uid):
-            if not self._owns or (self.durable == self.backend.steps and store.has(uid, self.backend.steps)):
+            stepper = self.backend.executor.stepper
+            is_saved = (self.durable, self._saved_changes) == (stepper.steps, stepper.changes)
+            if not self._owns or (is_saved and store.has(uid, stepper.steps)):
                 return False
             begin = time.monotonic()
             with _acquire(self.backend.executor.lock, max_wait, uid):
@@ -141,7 +205,7 @@ class HostedExpert:
             if self._folder_lock is not None:
                 self._folder_lock.hold()  # raises if the folder was removed and another server has started on it
             store.write(encoded)
-            self.durable = step
+            self.durable, self._saved_changes = step, state["changes"]
             # Step 0 is saved during the start. The address must stay the first line of the log, which programs read.
             level = logging.INFO if step else logging.DEBUG
             _LOG.log(level, "saved expert %r: step %d, in %.2f s", uid, step, time.monotonic() - begin)
@@ -172,48 +236,12 @@ def _check_callable(name: str, description: bytes, limits: Limits) -> None:
 
 
 @contextmanager
-def _acquire(lock: "threading.Lock | threading.RLock", max_wait: float, uid: str) -> Generator[None]:
+def _acquire(
+    lock: "threading.Lock | threading.RLock", max_wait: float, uid: str, what: str = "saved"
+) -> Generator[None]:
     if not lock.acquire(timeout=max_wait):
-        raise ExpertError(f"expert {uid!r} was not saved: its module ran for longer than {max_wait:g} s")
+        raise ExpertError(f"expert {uid!r} was not {what}: its module ran for longer than {max_wait:g} s")
     try:
         yield
     finally:
         lock.release()
-
-
-_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # they do not change results
-_SCHEDULED = {"lr", "momentum", "betas"}  # a schedule changes them at every step
-
-
-def read_hyperparameters(backend: ExpertBackend) -> dict[tuple[int, str], str]:
-    """The present hyperparameters as JSON, by parameter group and name. Those of the schedule follow at group -1."""
-    if backend.optimizer is None:
-        return {}
-    schedule = backend.schedule
-    # A schedule changes some at every step, so they always differ from the configured ones.
-    left_out = _IMPLEMENTATION if schedule is None else _IMPLEMENTATION | _SCHEDULED
-    values: dict[tuple[int, str], Any] = {
-        (number, name): value
-        for number, group in enumerate(backend.optimizer.param_groups)
-        for name, value in group.items()
-        if name not in left_out
-    }
-    if schedule is not None:
-        kind, state = type(schedule), schedule.state_dict()
-        arguments = inspect.signature(kind).parameters.keys() - {"optimizer", "last_epoch"}
-        values |= {(-1, f"{name} of {kind.__name__}"): value for name, value in state.items() if name in arguments}
-    return {key: json.dumps(value, sort_keys=True, default=_to_plain) for key, value in values.items()}
-
-
-def describe_changes(configured: Mapping[tuple[int, str], str], restored: Mapping[tuple[int, str], str]) -> list[str]:
-    texts = [
-        f"{key[1]} is {restored[key]}, as in its checkpoint, and not {value} as asked for; to change it, write it into "
-        "the checkpoint (docs/experts.md), or begin in another folder"
-        for key, value in configured.items()
-        if key in restored and value != restored[key]
-    ]
-    return list(dict.fromkeys(texts))
-
-
-def _to_plain(value: Any) -> Any:
-    return cast("Any", value).tolist() if isinstance(value, Tensor) else type(value).__name__

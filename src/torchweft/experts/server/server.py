@@ -35,6 +35,7 @@ from torchweft.experts.server.background import LEAST_SECONDS, BackgroundTasks, 
 from torchweft.experts.server.dispatcher import ObservedDispatcher, Reply, RequestDispatcher
 from torchweft.experts.server.grpc_server import GrpcServer
 from torchweft.experts.server.hosted_expert import HostedExpert
+from torchweft.experts.server.operations import Loadable, Operations
 from torchweft.experts.server.options import ServerOptions, listen_faults
 from torchweft.experts.server.server_statistics import CheckpointStatistics, ServerStatistics
 from torchweft.experts.status_page.http import PanelOptions, StatusServer
@@ -90,6 +91,7 @@ class Server(metaclass=_ServerType):
         replicas: the experts that other servers of the directory have, too. One server owns each and steps it.
         panel: host and port of a status page with metrics. Beyond loopback it takes `PanelOptions` with a token.
         observer: receives spans of calls, queues, batches and steps, see `weft.experts.telemetry`.
+        loadable: makes an expert by its name, for ``torchweft load``. By default no expert is loaded at run time.
 
     Raises ``UsageError`` for anything but experts, two of one name, schemas that cannot be sent, and replicas without
     a directory. It also rejects addresses that are invalid, or that clients could not call if the directory lists them.
@@ -115,6 +117,7 @@ class Server(metaclass=_ServerType):
         replicas: ReplicaOptions | None = None,
         panel: PanelOptions | str | None = None,
         observer: SpanObserver | None = None,
+        loadable: Loadable | None = None,
     ) -> None:
         self.options = options or ServerOptions()
         with Validator("invalid arguments of a server") as check:
@@ -133,9 +136,9 @@ class Server(metaclass=_ServerType):
         self._runtimes = DeviceRuntimes(self._background)
         self._lease = ServerLease(directory, self.options.lease_seconds, self._background)
         self._replication = ReplicationManager(replicas, directory, self.options.limits)
-        self._grpc_server = GrpcServer(
-            address, tls, self._dispatcher, self.options, self.status, self._replication.leader_streams
-        )
+        operations = Operations(self._dispatcher, self._replication, loadable, self.add, self.remove)
+        streams = self._replication.leader_streams
+        self._grpc_server = GrpcServer(address, tls, self._dispatcher, self.options, self.status, streams, operations)
         self._panel = None if panel is None else StatusServer(panel, self.status)
         self._lock = threading.RLock()  # of every change: start, add, remove, drain and shutdown
         self._state = _RunState()

@@ -3,6 +3,7 @@
     /torchweft.Experts/Stream    stream of frames <-> stream of frames    calls and their answers, in any order
     /torchweft.Experts/Info      one frame of INFO calls -> one frame     a `Description` of each expert, as JSON
     /torchweft.Experts/Status    nothing -> JSON                          the server's statistics
+    /torchweft.Experts/Operate   request -> stream of replies             operations on experts, for administrators
     /torchweft.Experts/State     stream of frames <-> stream of frames    states of experts, for servers that follow
 
 gRPC passes frames as bytes at both ends. A description has an expert's schemas with their nesting, without naming any
@@ -18,8 +19,8 @@ An error class without a number is sent as its nearest base that has one. An err
 
 import json
 from collections import OrderedDict, namedtuple
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ SERVICE = "torchweft.Experts"
 STREAM = f"/{SERVICE}/Stream"
 INFO = f"/{SERVICE}/Info"
 STATUS = f"/{SERVICE}/Status"
+OPERATE = f"/{SERVICE}/Operate"
 STATE = f"/{SERVICE}/State"
 
 # The server's first metadata on a stream: the largest frame that it accepts. The stream is open from then on.
@@ -111,6 +113,50 @@ def write_status(json_text: str) -> bytes:
 
 def read_status(data: bytes) -> str:
     return _read_message("StatusReply", data).json
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An administrator's request: ``set``, ``export``, ``rollback``, ``load`` or ``unload``, see experts.proto."""
+
+    name: str
+    uid: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_bytes(self) -> bytes:
+        fields = {"operation": self.name, "uid": self.uid, "arguments": json.dumps(dict(self.arguments))}
+        return _MESSAGES["OperateRequest"](**fields).SerializeToString()
+
+
+def read_operation(data: bytes) -> Operation:
+    message = _read_message("OperateRequest", data)
+    try:
+        arguments = json.loads(message.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"the arguments of an operation are not JSON: {error}", reason="operation") from None
+    if not isinstance(arguments, dict):
+        raise MalformedError("the arguments of an operation are not a JSON object", reason="operation")
+    return Operation(message.operation, message.uid, cast("dict[str, Any]", arguments))
+
+
+def write_operation_reply(*, error: BaseException | None = None, results: object = None, data: Any = b"") -> bytes:
+    fault = b"" if error is None else write_fault(error)
+    text = "" if results is None else json.dumps(results)
+    return _MESSAGES["OperateReply"](fault=fault, json=text, data=bytes(data)).SerializeToString()
+
+
+def read_operation_replies(messages: Iterable[bytes]) -> tuple[dict[str, Any], bytes]:
+    """Results and data of an operation. Raises its error."""
+    results: dict[str, Any] = {}
+    data = list[bytes]()
+    for message in messages:
+        reply = _read_message("OperateReply", message)
+        if reply.fault:
+            raise read_fault(reply.fault)
+        if reply.json:
+            results = json.loads(reply.json)
+        data.append(reply.data)
+    return results, b"".join(data)
 
 
 def _read_message(name: str, data: bytes) -> Any:
@@ -247,12 +293,18 @@ def _read_tree(node: Any) -> Any:
     raise MalformedError(f"a container of kind {kind!r} is not known", reason="description")
 
 
-_CLASSES = vars(core_errors) | vars(errors)
-FAULTS: dict[int, type[WeftError]] = {
-    value.number: _CLASSES[value.name]
-    for value in _MESSAGES["Fault"].DESCRIPTOR.fields_by_name["code"].enum_type.values
-    if value.name in _CLASSES  # a code without a class is read as one of a newer peer
-}  # Error classes by number: those of experts.proto, and registered ones.
+def _known_faults() -> dict[int, type[WeftError]]:
+    numbers = {one.name: one.number for one in _MESSAGES["Fault"].DESCRIPTOR.fields_by_name["code"].enum_type.values}
+    classes = vars(core_errors) | vars(errors)
+    if unknown := [name for name, number in numbers.items() if number and name not in classes]:
+        raise ImportError(
+            f"FaultCode of experts.proto has {', '.join(unknown)}, wanted names of classes in "
+            "torchweft.experts.errors: add the class there, or correct the name and run tools/protos.py"
+        )
+    return {number: classes[name] for name, number in numbers.items() if number}
+
+
+FAULTS = _known_faults()  # Error classes by number: those of experts.proto, and registered ones.
 # Errors of requests that were certainly not executed, and can succeed later or at another server. After any other
 # error, a request that changes weights can be sent again only with its idempotency key.
 RETRYABLE = (

@@ -41,6 +41,7 @@ from torchweft.pipeline.processes.frames import (
 )
 from torchweft.pipeline.processes.lanes import Lane, has_nccl, store_of, timeout_of
 from torchweft.pipeline.processes.membership import RankProcess, Rendezvous
+from torchweft.pipeline.processes.rank_states import RankState, describe_culprit, late_text
 
 _ANSWER_SECONDS, _CLOSE_SECONDS = 1.5, 2.0
 _CPU = torch.device("cpu")
@@ -59,7 +60,8 @@ class WalkInbox:
 
     def __init__(self) -> None:
         self.walks: dict[int, str] = {}  # the name of this walk at each rank that has told it
-        self.waiting: int | None = None
+        self._waiting: int | None = None
+        self._sending = False
         self.failure: Failure | None = None
         self._arriving: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
         self._shelf: dict[Any, Any] = {}
@@ -84,8 +86,12 @@ class WalkInbox:
             kind, text = self.failure
             raise kind(text)
 
-    def wait_for(self, source: int | None) -> None:
-        self.waiting = source
+    def wait_for(self, rank: int | None, *, sending: bool = False) -> None:
+        self._waiting, self._sending = rank, sending
+
+    def state_of(self, rank: int) -> RankState:
+        """The state of this rank, for the others."""
+        return RankState(self.walks.get(rank), self._waiting, self._sending)
 
     def receive(self, key: Any, timeout: float, has_left: Callable[[], bool]) -> Any:
         """The item of a key. Raises the failure of the walk; Empty after the timeout, or if the source has left."""
@@ -264,11 +270,13 @@ class Links:
                 raise
         deadline = time.monotonic() + self.timeout
         for rank, connection in self._connections.items():
+            inbox.wait_for(rank, sending=True)
             found = connection.find_change(number, max(0.0, deadline - time.monotonic()))
             if found is None:
-                self._fail_walk(number, inbox, self._late_text(rank))
+                self._fail_walk(number, inbox, late_text(self.name_of(rank), self.name_of(self.rank), self.timeout))
             elif found:
                 changed = rank
+        inbox.wait_for(None)
         if changed is not None:
             raise InPlaceError(
                 f"a tensor was written to in place while it was sent to {self.name_of(changed)}; use the "
@@ -281,48 +289,27 @@ class Links:
             self.broadcast(FAILED, number, [RankLostError.__name__, text])
         inbox.check()
 
-    def _late_text(self, rank: int) -> str:
-        return (
-            f"{self.name_of(rank)} has not taken the tensors that {self.name_of(self.rank)} sent to it for "
-            f"{self.timeout:g} s: its process, its GPU or the network between the two hangs, or the tensors need more "
-            "time. Give the group a longer timeout, or start the ranks again, from the last checkpoint"
-        )
-
     def lose_stuck(self, rank: int) -> None:
         """Handle a rank with which no transfer has ended for too long, in the thread that watches them."""
-        self.walks.lose(rank, self._late_text(rank))
+        self.walks.lose(rank, late_text(self.name_of(rank), self.name_of(self.rank), self.timeout))
         self._abort_transfers()
 
     def _find_culprit(self, what: str | None, source: int) -> str:
         """Ask all ranks for their state; return which of them keeps the others waiting, in words."""
-        waited = f"waited {self.timeout:g} s in {what} for {self.name_of(source)}"
         # A number, because answers to an earlier question can still arrive.
         question = time.monotonic_ns()
         self.broadcast(PING, 0, question)
-        answers: dict[int, tuple[str | None, int | None]] = {self.rank: (what, source)}
+        answers = {self.rank: RankState(what, source, sending=False)}
         deadline = time.monotonic() + _ANSWER_SECONDS
         while len(answers) < self.size and (rest := deadline - time.monotonic()) > 0:
             try:
-                rank, (number, theirs, waiting) = self._answers.get(timeout=rest)
+                rank, (number, *answer) = self._answers.get(timeout=rest)
             except Empty:
                 break
             if number == question:
-                answers[rank] = theirs, waiting
-        mute = [rank for rank in range(self.size) if rank not in answers and rank not in self.walks.parted]
-        if mute:
-            names = ", ".join(map(self.name_of, mute))
-            return f"{names} does not answer: its process is stopped or hangs. {self.name_of(self.rank)} {waited}"
-        # A rank that waits for none is the culprit: it computes, or is outside of the pipe.
-        idle = [rank for rank, (_, waiting) in answers.items() if waiting is None]
-        if idle:
-            states = [f"{self.name_of(rank)}, now {_in(answers[rank][0])}," for rank in idle]
-            return (
-                f"{' and '.join(states)} is alive but has not taken part in {what} for {self.timeout:g} s; it may be "
-                "in a long layer, or has called the Pipe a different number of times. Give the group a longer timeout, "
-                "or call the Pipe equally often on all ranks"
-            )
-        waits = [f"rank {rank} {_in(theirs)} for rank {waiting}" for rank, (theirs, waiting) in answers.items()]
-        return f"the ranks of the pipeline wait for each other: {'; '.join(waits)}. {self.name_of(self.rank)} {waited}"
+                answers[rank] = RankState(*answer)
+        names = [*map(self.name_of, range(self.size))]
+        return describe_culprit(answers, names, self.walks.parted, self.rank, self.timeout)
 
     def lost_ranks(self) -> list[str]:
         """The ranks that are gone or have left, in words."""
@@ -359,7 +346,7 @@ class Links:
                 connection.deliver(frame, lambda: inbox.put(key, (frame, content[1:])))
         elif kind == PING:
             inbox = self.walks.latest()
-            connection.outgoing.write(encode_control(PONG, 0, [content, inbox.walks.get(self.rank), inbox.waiting]))
+            connection.outgoing.write(encode_control(PONG, 0, [content, *inbox.state_of(self.rank)]))
         elif kind == PONG:
             self._answers.put((rank, content))
         elif kind == BYE:
@@ -392,10 +379,6 @@ def _traceback_of(error: BaseException) -> str:
         return "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
     except Exception:
         return "".join(traceback.format_tb(error.__traceback__))[-_LONGEST_REPORT:]
-
-
-def _in(what: str | None) -> str:
-    return "outside of any walk" if what is None else f"in {what}"
 
 
 def _handler(links: "weakref.ref[Links]") -> Handle:

@@ -46,6 +46,10 @@ from torchweft.pipeline.stage import Stage
 CHOICE = "the choice of what a step runs"  # the name of the walk in which ranks choose and record programs
 
 
+class ChangedOnAllRanks(ForwardChanged):
+    """All ranks know that forward() does not do what its recording did, on one of them at least."""
+
+
 class TensorPlacement(NamedTuple):
     """The rank of each stage, the rank of each parameter and buffer by name, and those that this rank hides."""
 
@@ -113,12 +117,14 @@ class ProcessSplitModel(SplitModel):
         assert choice.plan is not None
         numbers = [program.number for program in choice.programs]
         reference = None if choice.reference is None else choice.reference.number
-        # All ranks run forward(): on all rows if its end does, else on the first micro-batch.
-        sizes, leaves = choice.plan.sizes, choice.leaves
-        if not choice.programs[0].joins_rows:
-            sizes, leaves = sizes[:1], choice.pieces[0]
-        call = unflatten(choice.plan.structure, leaves), list(sizes), list(choice.plan.axes)
-        self._calls.announce("go", choice.scalars, self._dropped, numbers, reference, *call)
+        # All ranks run forward(): on all rows if its end does, else on a micro-batch of each program to compare.
+        joins = choice.programs[0].joins_rows
+        compared = range(len(numbers)) if joins else [*choice.compared().values()]
+        pieces = [choice.leaves] if joins else [choice.pieces[i] for i in compared]
+        calls = [unflatten(choice.plan.structure, piece) for piece in pieces]
+        layout = joins, [choice.plan.sizes[i] for i in compared], list(choice.plan.axes)
+        chosen = [numbers[i] for i in compared]
+        self._calls.announce("go", choice.scalars, self._dropped, numbers, chosen, reference, calls, *layout)
         self._forget_programs(self._dropped, numbers)
         self._dropped = []
         return choice
@@ -129,18 +135,18 @@ class ProcessSplitModel(SplitModel):
             if action == "go":
                 break
             self._perform(action, *content)
-        scalars, dropped, numbers, reference, arguments, sizes, axes = content
+        scalars, dropped, numbers, compared, reference, calls, joins, sizes, axes = content
         # At the same point of the step as on the first rank, so that a number means one program on all ranks.
         self._forget_programs(dropped, numbers)
-        programs = [self._by_number[number] for number in numbers]
+        programs = [self._by_number[number] for number in compared]
         self.latest = programs[0]
         no_copies: list[Copies] = [{} for _ in self.devices]
         call = SplitCall(StepPrograms([], no_copies, ()), (), {})
-        leaves, structure = flatten(arguments)
+        leaves, structure = flatten(calls[0])
         plan = SplitPlan(structure, tuple(sizes), tuple(axes))
-        pieces = plan.split(leaves)
+        pieces = plan.split(leaves) if joins else [flatten(piece)[0] for piece in calls]
         followed = None if reference is None else self._followed[reference]
-        return StepChoice(call, scalars, programs[: len(pieces)], plan, leaves, pieces, followed)
+        return StepChoice(call, scalars, programs, plan, leaves, pieces, followed)
 
     def run(self, choice: StepChoice, serve: Callable[[Any], Any]) -> Any:
         """See `SplitModel.run`. Every rank compares the calls of forward(). Its end runs on the rank of the last stage,
@@ -152,6 +158,8 @@ class ProcessSplitModel(SplitModel):
         try:
             with self._placement.hidden.placeholders():
                 result = super().run(choice, partial(self._serve_together, serve, end))
+        except ChangedOnAllRanks:
+            raise
         except ForwardChanged as change:
             self._agree(change)
             raise
@@ -194,7 +202,7 @@ class ProcessSplitModel(SplitModel):
         return joined
 
     def _agree(self, change: ForwardChanged | None) -> None:
-        """Compare with the other ranks whether forward() follows its programs. Raises ForwardChanged on all ranks."""
+        """Compare with the other ranks whether forward() follows its programs. Raises ChangedOnAllRanks on all."""
         report = None
         if change is not None:
             number = change.program.number if isinstance(change.program, Program) else -1
@@ -203,7 +211,7 @@ class ProcessSplitModel(SplitModel):
         found = next((other for other in reports if other is not None), None)
         if found is not None:
             number, step, words = found
-            change = ForwardChanged(step, words)
+            change = ChangedOnAllRanks(step, words)
             change.program = self._by_number[number] if number >= 0 else next(reversed(self._followed.values()))
             raise change from None
 

@@ -40,7 +40,7 @@ from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.split.stated_rule import Numbers, Reduction, StatedRule, run_for_numbers
 from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.split.verify import verify
-from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, WholeForward
+from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, TailHome, WholeForward
 from torchweft.pipeline.stage import Stage
 
 _ENOUGH = 3  # compared programs of a group
@@ -64,6 +64,12 @@ class StepChoice(NamedTuple):
     leaves: Sequence[Any] = ()
     pieces: Sequence[Sequence[Any]] = ()
     reference: FollowedRecording | None = None
+
+    def compared(self) -> dict[Program, int]:
+        """The programs with calls of forward() that those of the first one do not imply, and a micro-batch of each."""
+        first = self.programs[0]
+        others = {program: i for i, program in enumerate(self.programs) if program is not first}
+        return {first: 0, **{p: i for p, i in others.items() if not p.expected.implied_by(first.expected)}}
 
 
 class SplitModel:
@@ -174,15 +180,15 @@ class SplitModel:
         BatchError if micro-batches take paths that cannot be joined.
         """
         assert choice.plan is not None
-        first = choice.programs[0]
-        others = {program: i for i, program in enumerate(choice.programs) if program is not first}
+        first, *others = dict.fromkeys(choice.programs)
         captured = choice.call.choice.captured
         captured.update({program: {} for program in (first, *others)})
-        for program, i in others.items():
-            if program.expected.implied_by(first.expected):
-                captured[program] = captured[first]
+        compared = choice.compared()
+        for program in others:
+            if program in compared:
+                self._compare_calls(program, choice.pieces[compared[program]], choice.plan.structure, captured[program])
             else:
-                self._compare_calls(program, choice.pieces[i], choice.plan.structure, captured[program])
+                captured[program] = captured[first]
         if not first.joins_rows:
             self._compare_calls(first, choice.pieces[0], choice.plan.structure, captured[first], writes=True)
             return serve(None)
@@ -242,12 +248,12 @@ class SplitModel:
         *,
         decides: bool = False,
     ) -> Any:
-        device = self.devices[-1] if self._recorder.mixed else None
-        forward = WholeForward(program.expected, program.tail, rows, serve, captured, device, decides=decides)
+        home = TailHome(self.devices[-1], self._recorder.mixed, hides=bool(self._absent))
+        forward = WholeForward(program.expected, program.tail, rows, serve, captured, home, decides=decides)
         try:
             return forward.run(self.model, leaves, structure, self._recorder.modules.open)
         except ForwardChanged as change:
-            change.program = program
+            change.program = change.program or program
             raise
 
     def _compare_calls(

@@ -41,12 +41,17 @@ Values = dict[RecordedValue, Any]
 Owned = Callable[[str], Tensor]  # the parameter or buffer of that name
 Devices = Sequence[torch.device]
 _T = cast(Any, Tensor)
+DEVICES = {_T.device.__get__, _T.is_cuda.__get__, _T.get_device}
 SHAPES = {_T.shape.__get__, _T.size, _T.__len__, _T.numel, _T.nelement, _T.stride, torch.numel}
 # All that can be asked of a tensor without its numbers.
-FORMS = SHAPES | {
-    *(_T.dtype.__get__, _T.device.__get__, _T.layout.__get__, _T.ndim.__get__, _T.is_cuda.__get__, _T.nbytes.__get__),
-    *(_T.requires_grad.__get__, _T.dim, _T.is_floating_point, _T.is_complex, _T.element_size, _T.get_device),
-}
+FORMS = (
+    SHAPES
+    | DEVICES
+    | {
+        *(_T.dtype.__get__, _T.layout.__get__, _T.ndim.__get__, _T.nbytes.__get__),
+        *(_T.requires_grad.__get__, _T.dim, _T.is_floating_point, _T.is_complex, _T.element_size),
+    }
+)
 HERE = object()  # a placeholder among the constants of a step for the device of the stage that runs it
 
 

@@ -35,6 +35,7 @@ from torchweft.pipeline.split.program import (
 )
 from torchweft.pipeline.split.record import READS, casts_of_thread, in_modes, one_at_a_time
 from torchweft.pipeline.split.recording import (
+    DEVICES,
     FORMS,
     RecordedValue,
     Values,
@@ -65,6 +66,15 @@ class CallerState(NamedTuple):
         return self.context.run(in_modes, self.grad, changed, call)
 
 
+class TailHome(NamedTuple):
+    """The device of the tail, whether stages have others, and whether parameters of other processes are on the meta
+    device here. Such a parameter is on the device of the tail, as far as forward() sees."""
+
+    device: torch.device
+    mixed: bool
+    hides: bool
+
+
 class ForwardChanged(BaseException):
     """forward() does not do what its recording did. Nothing has run yet.
 
@@ -83,8 +93,8 @@ class OtherBranch(BaseException):
 
 class WholeForward(TorchFunctionMode):
     """One run of forward(). `serve` runs the stages, and returns the values that enter the tail, joined. Without it,
-    there is no tail. Copies of state for the stages are added to `captured`. `device` is that of the tail, if stages
-    have several. With `decides`, OtherBranch is raised if all rows decide otherwise than the recording."""
+    there is no tail. Copies of state for the stages are added to `captured`. With `decides`, OtherBranch is raised if
+    all rows decide otherwise than the recording."""
 
     def __init__(
         self,
@@ -93,13 +103,13 @@ class WholeForward(TorchFunctionMode):
         rows: int,
         serve: Callable[[], Sequence[Tensor]] | None,
         captured: Captured,
-        device: torch.device | None = None,
+        home: TailHome,
         *,
         decides: bool = False,
     ) -> None:
         super().__init__()
         self._expected, self._tail, self._rows = expected, tail, rows
-        self._serve, self._captured, self._device, self._decides = serve, captured, device, decides
+        self._serve, self._captured, self._home, self._decides = serve, captured, home, decides
         self._values: Values = {}  # the objects of this run
         self._at = 0  # the next step
         self._busy = False  # inside of a call that is not compared
@@ -129,12 +139,19 @@ class WholeForward(TorchFunctionMode):
         return result
 
     @property
+    def _device(self) -> torch.device | None:
+        """The device to which the tail moves its inputs."""
+        return self._home.device if self._home.mixed else None
+
+    @property
     def _is_native(self) -> bool:
         """Whether calls run as the user wrote them: in a call that is not compared, and in the tail."""
         return self._busy or (self._served and self._at > self._tail.last_answered)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in DEVICES and self._home.hides and isinstance(args[0], nn.Parameter) and args[0].is_meta:
+            return func(torch.empty((), device=self._home.device))
         if self._is_native:
             return self._run_here(func, args, kwargs)
         k = self._next_step(func, None, args, kwargs)

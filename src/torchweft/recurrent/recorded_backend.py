@@ -1,131 +1,36 @@
-"""The Inductor backend: the two loops of a plan as compiled steps. On CUDA a whole chunk is one CUDA graph.
+"""The Python backend on CUDA: all work of a chunk as one CUDA graph, recorded once for each length, and replayed.
 
-    CPU      bulk operators | compiled step, L times | bulk operators
-    CUDA     all of it recorded once for each length L, and replayed
+    record      bulk operators | loop of the Python backend, L steps | bulk operators
+    replay      copy the chunk in | launch the graph | copy the results out
 
-    step(constants, carried, values of this step, rows to write) -> carried
-
-The operators are those that the Python backend generates as source. Here they become one compiled function, for any
-operator and device. Compiling the loop over T as a whole would unroll it, once for each length. Values that later parts
-read are written straight into a row of their buffer, and the next step reads a state from there. Inductor fixes the
-strides of its arguments, so all inputs are contiguous.
-
-On CUDA the host does nothing for a single step: what a chunk reads and writes are stacked tensors, which
-`recordings.py` copies in and out.
+The host does nothing for a single step: what a chunk reads and writes are stacked tensors, which `recordings.py` copies
+in and out. Kernels that are compiled for a step would be fewer, but compilation takes seconds, and Triton's kernels
+(`triton/`) are made for the cells that it pays for.
 """
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torchweft.recurrent.cpp.compiler import CompileError
 from torchweft.recurrent.graph import StepGraph
 from torchweft.recurrent.plan_backends import Chunk, Gradients
-from torchweft.recurrent.python_backend import CompiledLoop, Loop, PythonBackend, copy_into
-from torchweft.recurrent.pytorch_internals import inductor
+from torchweft.recurrent.python_backend import PythonBackend, copy_into
 from torchweft.recurrent.recordings import Recordings, Tables, cuda_recorder
 from torchweft.recurrent.step_plan import BulkEvaluator
 
 CHUNK_STEPS = 256  # at least so many steps in a recorded chunk
-_aten = cast(Any, torch.ops.aten)
 
 
-class InductorStep:
-    """The step of a loop: its graph, and its compiled function."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._at = [loop.saved.index(end) if end in loop.saved else None for end in loop.ends]
-        self.module = self._build_module()
-        self._compiled: Callable[..., Sequence[Tensor]] | None = None
-
-    def run(self, steps: int, *given: Any) -> list[Tensor]:
-        """The function of a `CompiledLoop`. Its arguments are those of the source that `Loop.compile` generates."""
-        loop, arguments = self._loop, iter(given)
-        values = [next(arguments).contiguous() for _ in (*loop.constants, *loop.carried)]
-        rows = [_contiguous_rows(next(arguments)) for _ in loop.rows]
-        places = [row for _ in loop.saved for row in next(arguments)]
-        rows += [_contiguous_rows(next(arguments)) for _ in loop.carried] if loop.added else []
-        values += [row for node_rows in rows for row in node_rows]
-        return self._launch_steps(steps, values, places)
-
-    def _launch_steps(self, steps: int, values: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
-        """The carried values after the last step."""
-        # `values` are constants, carried values and rows. Rows and `places` are ordered by node, then by step.
-        loop, count = self._loop, len(self._loop.constants)
-        constants, carried = values[:count], values[count : count + len(loop.carried)]
-        rows = values[count + len(carried) :]
-        for step in range(steps - 1, -1, -1) if loop.backward else range(steps):
-            arguments = [*constants, *carried, *rows[step::steps], *places[step::steps]]
-            if self._compiled is None:
-                self._compiled = compile_module(self.module, arguments)
-            ends = iter(self._compiled(*arguments))
-            carried = [next(ends).contiguous() if at is None else places[at * steps + step] for at in self._at]
-        return [*carried]
-
-    def _build_module(self) -> fx.GraphModule:
-        # The step as a function, its arguments in the order of `_launch_steps`.
-        loop, graph = self._loop, fx.Graph()
-        new = {node: graph.placeholder(f"given_{node}") for node in (*loop.constants, *loop.carried, *loop.rows)}
-        added = {node: graph.placeholder(f"added_{node}") for node in loop.carried if loop.added}
-        places = [graph.placeholder(f"row_{node}") for node in loop.saved]
-        for node, more in added.items():
-            new[node] = graph.call_function(_aten.add.Tensor, (new[node], more))
-        for node in loop.nodes:
-            new[node] = graph.node_copy(node, lambda operand: new[operand])
-            new[node].meta = {}
-        for node, place in zip(loop.saved, places, strict=True):
-            graph.call_function(_aten.copy_.default, (place, new[node]))
-        ends = [
-            graph.call_function(_aten.zeros_like.default, (new[old],)) if end is None else new[end]
-            for old, end, at in zip(loop.carried, loop.ends, self._at, strict=True)
-            if at is None
-        ]
-        graph.output((*ends,))
-        return fx.GraphModule({}, graph)
-
-
-def compile_module(module: fx.GraphModule, arguments: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    if not any(node.op == "call_function" for node in module.graph.nodes):
-        return module
-    # Copies, because tracing writes into the rows.
-    examples = [argument.clone() for argument in arguments]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # raised by imports inside PyTorch
-            # One thread: a pool of worker processes would outlive the call.
-            return inductor().compile(module, examples, {"compile_threads": 1})
-    except Exception as error:
-        raise CompileError(f"Inductor cannot compile the step: {type(error).__name__}: {str(error)[:500]}") from error
-
-
-def _contiguous_rows(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-    # The rows of one node share a layout, so the first decides.
-    return rows if not rows or rows[0].is_contiguous() else torch.stack(list(rows)).unbind(0)
-
-
-class InductorBackend(PythonBackend):
-    """See `weft.recurrent.plan_backends.Backend`. On CUDA all work of a chunk is one recording."""
+class RecordedBackend(PythonBackend):
+    """See `weft.recurrent.plan_backends.Backend`."""
 
     def __init__(self, captured: StepGraph) -> None:
         super().__init__(captured)
-        self._on_cuda = runs_on_cuda(captured)
-        self.recordings = Recordings(cuda_recorder if self._on_cuda else None)
-        if self._on_cuda:
-            self.chunk_steps = max(self.chunk_steps, CHUNK_STEPS)
-
-    def writes_row(self, node: fx.Node) -> bool:
-        """See `PythonBackend`. A compiled step copies all values that it saves."""
-        return True
-
-    def compile_loop(self, loop: Loop) -> CompiledLoop:
-        """See `PythonBackend`. A step is compiled at its first call."""
-        step = InductorStep(loop)
-        return CompiledLoop(loop, f"a compiled step:\n{step.module.code}", step.run)
+        self.recordings = Recordings(cuda_recorder)
+        self.chunk_steps = max(self.chunk_steps, CHUNK_STEPS)
 
     def work_bytes(self, steps: int) -> int:
         """See `Backend`. A recording has its own copy of inputs and results."""
@@ -137,19 +42,14 @@ class InductorBackend(PythonBackend):
         return f"{super().explain()}\n\nlaunched {how}{why}"
 
     def forward(self, constants: None, chunk: Chunk, keep: bool) -> Any:
-        return self._forward_of_chunk(chunk) if self._on_cuda else super().forward(constants, chunk, keep)
+        return self._forward_of_chunk(chunk)
 
     def recompute(self, constants: None, chunk: Chunk) -> Any:
-        if not self._on_cuda:
-            return super().recompute(constants, chunk)
         states = [state if k in self.captured.invariant else state.clone() for k, state in enumerate(chunk.states)]
         outputs = [torch.empty_like(output) for output in chunk.outputs]
         return self._forward_of_chunk(Chunk(chunk.steps, chunk.inputs, states, outputs))
 
     def backward(self, constants: None, chunk: Chunk, kept: Any, gradients: Gradients) -> None:
-        if not self._on_cuda:
-            super().backward(constants, chunk, kept, gradients)
-            return
         totals = [None if into is None else torch.empty_like(into) for into in gradients.parameters]
         first = [torch.empty_like(gradient) for gradient in gradients.carried]
         read: Tables = {

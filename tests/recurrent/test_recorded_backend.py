@@ -1,4 +1,4 @@
-"""Compiled steps and recorded chunks have the results of the eager loop."""
+"""Recorded chunks have the results of the eager loop."""
 
 import threading
 import time
@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close
-from torchweft.core.pytree import flatten
-from torchweft.recurrent import Recurrent, recordings
-from torchweft.recurrent import inductor_backend as module
+from tests.recurrent.cells.zoo_cases import ZooCase, sampled
+from tests.recurrent.recurrent_cases import as_the_loop, close, learned
+from torchweft.core.pytree import flatten, map_leaves
+from torchweft.recurrent import Recurrent, backend_registry, recordings
+from torchweft.recurrent import recorded_backend as module
 
 T, N, D, H = 5, 2, 3, 4
 
@@ -63,16 +64,6 @@ def results(net: Recurrent, steps: int = T, all_states: bool = True, **call: Any
     return [*(leaf.detach() for leaf in leaves), *one]
 
 
-@pytest.mark.long
-def test_compiled_steps_equal_the_eager_loop() -> None:
-    net = Recurrent(Mixed(), backend="inductor")
-    loop = Recurrent(net.cell, backend="eager")
-    for steps in (T, 3):
-        close(results(net, steps), results(loop, steps))
-    assert [used for _, used, _ in net.why()] == ["inductor"]
-    assert "a compiled step" in net.explain() and "launched step by step" in net.explain()
-
-
 # -- recordings, without a GPU: a replay runs the function again into the same memory --------------------------------
 
 
@@ -95,13 +86,12 @@ class Recorder:
 
 
 def recorded(
-    monkeypatch: pytest.MonkeyPatch, recorder: recordings.Recorder, **options: Any
+    monkeypatch: pytest.MonkeyPatch, recorder: recordings.Recorder, cell: nn.Module | None = None, **options: Any
 ) -> tuple[Recurrent, Recurrent]:
-    """A network whose chunks are recorded (its steps run by Python, so nothing is compiled), and the eager loop."""
-    monkeypatch.setattr(module, "compile_module", lambda graph, arguments: graph)
+    """A network whose chunks are recorded, and the eager loop."""
     monkeypatch.setattr(module, "cuda_recorder", recorder)
-    monkeypatch.setattr(module, "runs_on_cuda", lambda captured: True)
-    net = Recurrent(Mixed(), backend="inductor", **options)
+    monkeypatch.setattr(backend_registry, "runs_on_cuda", lambda captured: True)
+    net = Recurrent(Mixed() if cell is None else cell, backend="python", **options)
     return net, Recurrent(net.cell, backend="eager")
 
 
@@ -117,6 +107,15 @@ def test_recorded_chunks_equal_the_eager_loop(
         call["all_states"] = memory != "sqrt"
         close(results(net, steps, **call), results(loop, steps, **call))
     assert "recorded" in net.explain() and recorder.replayed > recorder.recorded
+
+
+@sampled()
+def test_zoo_by_recorded_steps(case: ZooCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    cell, x = recorded(monkeypatch, recorder, case.cell())[0].cell, case.inputs(4, 2)
+    state = map_leaves(lambda leaf: None if leaf is None else learned(leaf.detach()), case.state(cell, x))
+    as_the_loop(cell, "python", x, state, verify="never")
+    assert recorder.replayed >= 2 * recorder.recorded > 0  # checked, then used
 
 
 def test_new_weights_need_no_new_recording(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +251,7 @@ def test_each_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.cuda
 def test_gpu_records_chunks() -> None:
     x = torch.randn(T, N, D, dtype=torch.float64, device="cuda", requires_grad=True)
-    nets = {name: Recurrent(nn.GRUCell(D, H).double().cuda(), backend=name) for name in ("inductor", "eager", "auto")}
+    nets = {name: Recurrent(nn.GRUCell(D, H).double().cuda(), backend=name) for name in ("python", "eager", "auto")}
     found: dict[str, list[Tensor]] = {}
     for name, net in nets.items():
         net.load_state_dict(nets["eager"].state_dict())
@@ -260,7 +259,7 @@ def test_gpu_records_chunks() -> None:
             result = net(x)
             loss = result.outputs.sin().sum() + result.states.cos().sum()
             found[name] = [result.outputs, *torch.autograd.grad(loss, [x, *net.parameters()])]
-    for name in ("inductor", "auto"):
+    for name in ("python", "auto"):
         close(found[name], found["eager"], 1e-11)
-    assert "a chunk at a time, recorded" in nets["inductor"].explain()
+    assert "a chunk at a time, recorded" in nets["python"].explain()
     assert "triton plan" in nets["auto"].why()[0][2]
