@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from tests.experts.expert_cases import WIDTH, X
 from torchweft.core.errors import UsageError
 from torchweft.experts import ExpertBackend
-from torchweft.experts.hyperparameters import ConfiguredHyperparameters, set_hyperparameters
+from torchweft.experts.hyperparameters import HyperparameterSettings, set_hyperparameters
 from torchweft.experts.server import Server
 
 SCHEDULES: dict[str, Callable[[Any, float], Any]] = {
@@ -62,7 +62,7 @@ def test_schedule_continues_from_a_rate_that_was_set(name: str) -> None:
 def test_put_back_goes_on_as_if_configured_from_the_start(name: str | None) -> None:
     old, old_schedule = made(name, rate=0.1, steps=4)
     new, new_schedule = made(name, rate=0.3)
-    configured = ConfiguredHyperparameters(new, new_schedule)
+    configured = HyperparameterSettings(new, new_schedule)
     new.load_state_dict(old.state_dict())
     if new_schedule is not None:
         new_schedule.load_state_dict(old_schedule.state_dict())

@@ -93,7 +93,7 @@ def set_hyperparameters(
         holder[key] = new
 
 
-class ConfiguredHyperparameters:
+class HyperparameterSettings:
     """The hyperparameters with which an expert was made, to be put back after a checkpoint was loaded."""
 
     def __init__(self, optimizer: Optimizer, schedule: LRScheduler | None) -> None:

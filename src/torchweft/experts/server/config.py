@@ -158,14 +158,14 @@ class ExpertTable(_Table):
         return expert.backend(name, optimizer, **more)
 
 
-class LoadableExperts(_Table):
+class ExpertFile(_Table):
     """The file ``loadable``: experts that an administrator can load while the server runs, with their modules."""
 
     imports: list[_Text] = []
     experts: list[ExpertTable]
 
     @classmethod
-    def read(cls, path: str) -> "LoadableExperts":
+    def read(cls, path: str) -> "ExpertFile":
         """The present file. Raises ``UsageError`` that lists all its faults."""
         table = read_config(Path(path))
         with Validator(f"invalid file of loadable experts, {path!r}") as check:
@@ -261,7 +261,7 @@ class ServeConfig(_Table):
                     parts["checkpoints"] = _try_make(check, "checkpoints", store)
             # From here on the server closes the opened resources. Before, the stack closes them if anything raises.
             if self.loadable is not None:
-                parts["loadable"] = partial(LoadableExperts.make, self.loadable)
+                parts["loadable"] = partial(ExpertFile.make, self.loadable)
             server = Server(experts, address=self.address, advertise=self.advertise, tls=self.tls, **parts)
             server.own(opened.pop_all().close)
             return server
@@ -293,9 +293,9 @@ class ServeConfig(_Table):
             check.add(*([] if self.checkpoints is None else _folder_faults("checkpoints", self.checkpoints)))
         return names
 
-    def _read_loadable(self) -> LoadableExperts:
+    def _read_loadable(self) -> ExpertFile:
         assert self.loadable is not None
-        return LoadableExperts.read(self.loadable)
+        return ExpertFile.read(self.loadable)
 
 
 def _make_experts(check: Validator, entries: Sequence[ExpertTable], where: str) -> list[ExpertBackend]:

@@ -25,7 +25,7 @@ from torchweft.experts.checkpoint import Checkpoint, CheckpointLock, CheckpointS
 from torchweft.experts.discovery import Lease, Ownership
 from torchweft.experts.errors import ExpertError
 from torchweft.experts.expert import ExpertBackend
-from torchweft.experts.hyperparameters import ConfiguredHyperparameters, describe_changes, read_hyperparameters
+from torchweft.experts.hyperparameters import HyperparameterSettings, describe_changes, read_hyperparameters
 from torchweft.experts.optimizer_step import check_state
 from torchweft.experts.replication import Replica
 from torchweft.experts.server.options import ServerOptions
@@ -107,7 +107,7 @@ class HostedExpert:
         configured = read_hyperparameters(backend.optimizer, backend.schedule)
         preferred = None
         if backend.prefer_configured and backend.optimizer is not None:
-            preferred = ConfiguredHyperparameters(backend.optimizer, backend.schedule)
+            preferred = HyperparameterSettings(backend.optimizer, backend.schedule)
         casts, token = self._load(found, "Configure it as it was when that was saved, or give it another folder")
         self.durable = self.restored = found.step
         if found.skipped:

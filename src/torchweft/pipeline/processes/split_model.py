@@ -46,7 +46,7 @@ from torchweft.pipeline.stage import Stage
 CHOICE = "the choice of what a step runs"  # the name of the walk in which ranks choose and record programs
 
 
-class ChangedOnAllRanks(ForwardChanged):
+class GroupChange(ForwardChanged):
     """All ranks know that forward() does not do what its recording did, on one of them at least."""
 
 
@@ -163,7 +163,7 @@ class ProcessSplitModel(SplitModel):
         try:
             with self._placement.hidden.placeholders():
                 result = super().run(choice, partial(self._serve_together, serve, end))
-        except ChangedOnAllRanks:
+        except GroupChange:
             raise
         except ForwardChanged as change:
             self._agree(change)
@@ -207,7 +207,7 @@ class ProcessSplitModel(SplitModel):
         return joined
 
     def _agree(self, change: ForwardChanged | None) -> None:
-        """Compare with the other ranks whether forward() follows its programs. Raises ChangedOnAllRanks on all."""
+        """Compare with the other ranks whether forward() follows its programs. Raises GroupChange on all."""
         report = None
         if change is not None:
             number = change.program.number if isinstance(change.program, Program) else -1
@@ -216,7 +216,7 @@ class ProcessSplitModel(SplitModel):
         found = next((other for other in reports if other is not None), None)
         if found is not None:
             number, step, words = found
-            change = ChangedOnAllRanks(step, words)
+            change = GroupChange(step, words)
             change.program = self._by_number[number] if number >= 0 else next(reversed(self._followed.values()))
             raise change from None
 

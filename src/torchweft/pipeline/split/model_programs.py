@@ -40,7 +40,7 @@ from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.split.stated_rule import Numbers, Reduction, StatedRule, run_for_numbers
 from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.split.verify import verify
-from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, TailHome, WholeForward
+from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, TailDevice, WholeForward
 from torchweft.pipeline.stage import Stage
 
 _ENOUGH = 3  # compared programs of a group
@@ -253,7 +253,7 @@ class SplitModel:
         *,
         decides: bool = False,
     ) -> Any:
-        home = TailHome(self.devices[-1], self._recorder.mixed, hides=bool(self._absent))
+        home = TailDevice(self.devices[-1], self._recorder.mixed, hides=bool(self._absent))
         forward = WholeForward(program.expected, program.tail, rows, serve, captured, home, decides=decides)
         try:
             return forward.run(self.model, leaves, structure, self._recorder.modules.open)

@@ -66,7 +66,7 @@ class CallerState(NamedTuple):
         return self.context.run(in_modes, self.grad, changed, call)
 
 
-class TailHome(NamedTuple):
+class TailDevice(NamedTuple):
     """The device of the tail, whether stages have others, and whether parameters of other processes are on the meta
     device here. Such a parameter is on the device of the tail, as far as forward() sees."""
 
@@ -103,7 +103,7 @@ class WholeForward(TorchFunctionMode):
         rows: int,
         serve: Callable[[], Sequence[Tensor]] | None,
         captured: Captured,
-        home: TailHome,
+        home: TailDevice,
         *,
         decides: bool = False,
     ) -> None:
