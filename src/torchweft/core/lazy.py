@@ -26,5 +26,9 @@ def lazy_attributes(
         namespace[name] = value = getattr(import_module(module_of[name]), name)
         return value
 
-    # Without the names that the package itself imports.
-    return load, lambda: sorted({*filter(lambda name: name.startswith("__"), namespace), *module_of, *modules})
+    def listed() -> list[str]:
+        # Without the names that the package itself imports, unless they are public.
+        own = (name for name in namespace if name.startswith("__"))
+        return sorted({*own, *namespace.get("__all__", ()), *module_of, *modules})
+
+    return load, listed
