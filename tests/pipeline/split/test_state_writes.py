@@ -1,7 +1,7 @@
 """State that forward() writes between blocks, and that depends on no row, has the numbers of the undivided model."""
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -144,3 +144,33 @@ def test_a_write_to_a_tensor_that_is_not_registered_is_refused() -> None:
     pipe = weft.Pipe(Unregistered().double(), chunks=3, split=["second"], devices=["cpu"] * 2)
     with pytest.raises(weft.errors.InPlaceError, match="register_buffer"):
         pipe(torch.randn(6, 3, dtype=torch.float64))
+
+
+class Deciding(nn.Module):
+    """Counts, and then takes a branch by its input and reads a number of its class."""
+
+    counter: Tensor
+    factor: ClassVar = [1.0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("counter", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.first(x)
+        self.counter += 1
+        x = x if bool(mask.all()) else x * mask
+        return self.second(x * self.factor[0]).square().mean()
+
+
+def test_state_is_written_once_in_a_step_that_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Deciding().double()
+    plain = copy.deepcopy(model)
+    pipe = weft.Pipe(model, chunks=3, split=["second"], devices=["cpu"] * 2)
+    for step in range(4):
+        x, mask = torch.randn(6, 3, dtype=torch.float64), torch.ones(6, 1, dtype=torch.bool)
+        mask[-1] = False  # of the last micro-batch, so that all rows take its branch
+        monkeypatch.setattr(Deciding, "factor", [float(step // 2)])
+        assert_close(pipe(x, mask), plain(x, mask), 1e-12)
+        assert_close(model.counter, plain.counter, 0)

@@ -40,7 +40,7 @@ from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.split.stated_rule import Numbers, Reduction, StatedRule, run_for_numbers
 from torchweft.pipeline.split.tail import Tail
 from torchweft.pipeline.split.verify import verify
-from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, TailDevice, WholeForward
+from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, TailDevice, WholeForward, keep_state
 from torchweft.pipeline.stage import Stage
 
 _ENOUGH = 3  # compared programs of a group
@@ -232,8 +232,8 @@ class SplitModel:
         captured = choice.call.choice.captured
         first, reference = programs[0], choice.reference
         several = reference is None and len({_decisions(program) for program in programs}) > 1
-        if (several or reference is not None) and first.tail.state_writes.captured:
-            # forward() follows another recording on all rows, so it does not copy the state for this one.
+        if several or reference is not None:
+            # On all rows, forward() can follow another recording than this one, which then would not be compared.
             self._compare_calls(first, choice.pieces[0], structure, captured[first])
         if reference is not None:
             return self._follow(reference, rows, serve, choice.leaves, structure, {})
@@ -272,21 +272,14 @@ class SplitModel:
     ) -> None:
         """Compare the calls of forward() for one micro-batch with a program. With `writes`, this is the one call of
         forward() in this step, so what it writes stays."""
-        restore = None if writes else keep_attributes(self._recorder.modules.open)
-        state: list[Any] = [
-            program.expected.own(value) if value.kind == "own" else value.key
-            for value in (() if writes else program.tail.state_writes.state)
-        ]
-        counters: list[Tensor] = [x for x in state if x is not None]  # or another rank has it
-        before = [x.detach().clone() for x in counters]
+        restore = (
+            [] if writes else [keep_attributes(self._recorder.modules.open), keep_state(program.expected, program.tail)]
+        )
         try:
             self._follow(program, program.expected.rows, None, piece, structure, captured)
         finally:
-            if restore is not None:
-                restore()
-            with torch.no_grad():
-                for counter, number in zip(counters, before, strict=True):
-                    counter.copy_(number)
+            for undo in restore:
+                undo()
 
     def note_change(self, trials: Trials, change: ForwardChanged) -> None:
         """Exclude a program that forward() does not follow in this step. Raises SplitError if it is a new one."""

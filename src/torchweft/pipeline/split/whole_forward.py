@@ -122,10 +122,11 @@ class WholeForward(TorchFunctionMode):
     def run(self, model: nn.Module, leaves: Sequence[Any], structure: Structure, open_modules: Any) -> Any:
         """The result of ``forward()`` for these arguments.
 
-        Raises ForwardChanged and TailNeedsMore, both with all attributes of `open_modules` as before. Raises BatchError
+        Raises ForwardChanged, OtherBranch and TailNeedsMore, all with the attributes of `open_modules` as before, and
+        with the state as before that the code before the tail has written to. Raises BatchError
         if all rows take another path than a micro-batch.
         """
-        restore = keep_attributes(open_modules)
+        restore, restore_state = keep_attributes(open_modules), keep_state(self._expected, self._tail)
         leaves = self._expected.inputs(leaves)
         self._values.update(zip(self._expected.recording.inputs, leaves, strict=True))
         try:
@@ -135,6 +136,7 @@ class WholeForward(TorchFunctionMode):
             self._check_end(result)
         except (ForwardChanged, OtherBranch, TailNeedsMore):
             restore()
+            restore_state()
             raise
         return result
 
@@ -430,6 +432,19 @@ class WholeForward(TorchFunctionMode):
         for x in leaves:
             if isinstance(x, Answer):
                 raise TailNeedsMore(*x.place)
+
+
+def keep_state(expected: ExpectedCalls, tail: Tail) -> Callable[[], None]:
+    """Returns a function that undoes the writes to state which run in forward() before its tail."""
+    state: list[Any] = [expected.own(value) for value in tail.state_writes.state]
+    before = [(x, x.detach().clone()) for x in state if x is not None]  # or another rank has it
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, numbers in before:
+                tensor.copy_(numbers)
+
+    return restore
 
 
 def _name(function: Any) -> str:
