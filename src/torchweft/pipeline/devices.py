@@ -93,7 +93,7 @@ def reason_without_cuda() -> str:
 
 
 def reject_absent_cuda(error: Exception) -> None:
-    """Raise UsageError if `error`, which PyTorch raised when it moved a tensor, says that there is no CUDA."""
+    """Raise UsageError if a move of tensors failed with `error` because this machine or PyTorch lacks CUDA."""
     if not cuda_devices() and any(word in str(error) for word in ("CUDA", "NVIDIA")):
         raise UsageError(
             f"this Pipe cannot be moved to CUDA: {reason_without_cuda()}. A Pipe puts each stage on its device, so "

@@ -230,7 +230,10 @@ class CollectiveRecorder(ForwardRecorder):
         return observed
 
     def replay(self, program: Program, leaves: Sequence[Any], owned: Owned, captured: Captured) -> Any:
-        """See `ForwardRecorder.replay`. Steps run in the order of the recording, because stages are on other ranks."""
+        """See `ForwardRecorder.replay`. Steps run in the order of the recording, because stages are on other ranks.
+
+        `captured` is empty, because programs that need copies of state are rejected over ranks.
+        """
         recording = program.recording
         values = program.given(leaves, owned, recording.steps, recording.reads.values())
         for step in recording.steps:

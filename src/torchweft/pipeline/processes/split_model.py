@@ -47,7 +47,7 @@ CHOICE = "the choice of what a step runs"  # the name of the walk in which ranks
 
 
 class GroupChange(ForwardChanged):
-    """All ranks know that forward() does not do what its recording did, on one of them at least."""
+    """A change of forward() on some rank that all ranks know already, so that they do not agree on it again."""
 
 
 class TensorPlacement(NamedTuple):

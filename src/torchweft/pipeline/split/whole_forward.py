@@ -93,8 +93,8 @@ class OtherBranch(BaseException):
 
 class WholeForward(TorchFunctionMode):
     """One run of forward(). `serve` runs the stages, and returns the values that enter the tail, joined. Without it,
-    there is no tail. Copies of state for the stages are added to `captured`. With `decides`, OtherBranch is raised if
-    all rows decide otherwise than the recording."""
+    calls are only compared, and the tail does not run. Copies of state for the stages are added to `captured`. With
+    `decides`, OtherBranch is raised if all rows decide otherwise than the recording."""
 
     def __init__(
         self,
