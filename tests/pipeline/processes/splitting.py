@@ -420,6 +420,31 @@ def share_a_counter() -> str:
     return "no error"
 
 
+class ReadsThenCounts(nn.Module):
+    """The code between blocks reads a buffer, and then writes to it."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * (self.seen * 1)
+        self.seen += 1
+        return self.second(x)
+
+
+def read_then_count() -> str:
+    pipe: Any = weft.Pipe(ReadsThenCounts(), chunks=2, split=["second"], group=dist.group.WORLD)
+    try:
+        pipe(torch.randn(4, 8))
+    except weft.errors.InPlaceError as error:
+        return str(error)
+    return "no error"
+
+
 @double()
 def drop_programs() -> list[tuple[float, int, int]]:
     """Difference, recordings and kept programs of each call, for more kinds of calls than kept programs."""

@@ -110,6 +110,11 @@ def test_a_counter_of_several_ranks_is_rejected(ranks: Find) -> None:
         assert re.search(r"buffers that a step writes to.*third\.seen, on the ranks \[0, 1\]", text, re.S)
 
 
+def test_state_that_is_read_before_a_write_is_rejected(ranks: Find) -> None:
+    for text in ranks(2).run(splitting.read_then_count):
+        assert "reads state that forward() writes to afterwards" in text
+
+
 def test_ranks_drop_the_same_programs(ranks: Find) -> None:
     for calls in ranks(2).run(splitting.drop_programs):
         assert max(worst for worst, _, _ in calls) <= 1e-13
