@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import torchweft as weft
 from torchweft.core.errors import ScheduleError
 from torchweft.pipeline.processes import links
-from torchweft.pipeline.processes.connection import Worker
 from torchweft.pipeline.processes.device_lane import DeviceLane
 from torchweft.pipeline.processes.frames import DEVICE_LANE, split_value
 from torchweft.pipeline.processes.lanes import Lane
@@ -124,8 +123,9 @@ def noting_read(read: Any) -> Any:
 
 @contextmanager
 def noted(former_wait: bool = False) -> Iterator[None]:
-    """Links that note what NCCL and CUDA would get. `former_wait`: as the code was once, a thread waits for each send,
-    and receives are posted on the stream that computes."""
+    """Links that note what NCCL and CUDA would get. `former_wait`: as the code was once, the stream that computes waits
+    for each send, and receives are posted on it. The thread that waited then is as fast as it can be: the wait follows
+    its send at once."""
     log.clear()
     with ExitStack() as stack:
         stack.enter_context(patch.object(links, "_device_lane", noted_lane))
@@ -133,12 +133,11 @@ def noted(former_wait: bool = False) -> Iterator[None]:
         for name in ("item", "tolist", "cpu", "__float__", "__bool__", "__int__"):
             stack.enter_context(patch.object(Tensor, name, noting_read(getattr(Tensor, name))))
         if former_wait:
-            waiting, send = Worker("former"), DeviceLane.send
-            stack.callback(waiting.close, 5.0)
+            send = DeviceLane.send
 
             def send_and_wait(lane: DeviceLane, rank: int, tensor: Tensor, walk: int) -> None:
                 send(lane, rank, tensor, walk)
-                waiting.submit(lane._leaving[walk][-1].work.wait)
+                note("wait", *lane._leaving[walk][-1].work._key)
 
             stack.enter_context(patch.object(DeviceLane, "send", send_and_wait))
             stack.enter_context(patch.object(NotedStreams, "receiving", NotedStreams.sending))

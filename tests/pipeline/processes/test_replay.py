@@ -100,7 +100,7 @@ def test_large_outputs_for_all_ranks_warn_once(ranks) -> None:
     assert others == [] and text.startswith("each step sends 24 MiB of output")
 
 
-def test_a_wait_for_sends_in_a_thread_deadlocks(ranks) -> None:
+def test_a_wait_for_sends_on_the_compute_stream_deadlocks(ranks) -> None:
     by_rank = ranks(4).run(run_all, ["1f1b"], 0, 2, 16, True)
     assert find_deadlock([log for ((log, _),) in by_rank])
 
