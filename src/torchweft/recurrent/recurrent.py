@@ -249,7 +249,7 @@ class Recurrent(nn.Module):
         if flags is not None and state is not None:
             entered = select_nested_rows(~flags[0], entered, fresh)
         y, new = eager.call_cell(cell, x, entered, t)
-        result = y, cell.leave_loop(unflatten(border.structure, border.accept(new, t)))
+        result = y, cell.leave_loop(unflatten(border.structure, border.accept(new, t, cell)))
         if key is not None and None not in key:
             if len(self._steps) >= MAX_STEPS:
                 self._steps.clear()
