@@ -34,11 +34,11 @@ from torchweft.pipeline.split.recording import (
 from torchweft.pipeline.split.rows import RowForm, identity, same
 from torchweft.pipeline.split.whole_forward import ForwardChanged, OtherBranch, TailDevice, WholeForward, keep_state
 
-_RECORDINGS, _OF_PATH = 256, 4  # recordings that are kept: all, and those of one path
+_RECORDINGS, _OF_GROUP = 256, 4  # recordings that are kept: all, and those of one group
 Sizes = tuple[int, ...]
 
 
-class Path:
+class RecordingGroup:
     """Recordings of one kind of call with the same steps, for inputs of several sizes."""
 
     def __init__(self, steps: Hashable) -> None:
@@ -66,7 +66,7 @@ class Path:
         if (shapes := self._shapes(leaves)) is None:
             return None
         program = self.recorded[-1][1]
-        taken = TakenCalls(model, program, shapes)
+        taken = ObservedCalls(model, program, shapes)
         undo = keep_attributes(open_modules), keep_state(taken, program.tail)
         forward = WholeForward(taken, program.tail, taken.rows, None, {}, home, decides=True)
         # The sizes can be wrong, so the code of forward() can raise anything.
@@ -111,13 +111,13 @@ class Path:
         return shapes
 
 
-class KnownPaths:
-    """The paths of all kinds of calls, and the programs that were derived from them."""
+class RecordingGroups:
+    """The groups of all kinds of calls, and the programs that were derived from them."""
 
     def __init__(self) -> None:
-        self._paths: dict[Hashable, list[Path]] = {}
+        self._groups: dict[Hashable, list[RecordingGroup]] = {}
         self._added = 0
-        self._origins: WeakKeyDictionary[Program, Path] = WeakKeyDictionary()
+        self._origins: WeakKeyDictionary[Program, RecordingGroup] = WeakKeyDictionary()
 
     def add(self, kind: Hashable, leaves: Sequence[Any], program: Program) -> None:
         """Note a program that was recorded for these inputs."""
@@ -128,30 +128,30 @@ class KnownPaths:
             return
         if self._added >= _RECORDINGS:
             # They only save recordings, so they can be forgotten at any time.
-            self._paths.clear()
+            self._groups.clear()
             self._added = 0
         self._added += 1
-        paths, known = self._paths.setdefault(kind, []), tuple(map(identity, steps))
-        path = next((path for path in paths if path.steps == known), None) or Path(known)
-        paths[:] = [path, *(other for other in paths if other is not path)]
-        path.recorded = [*path.recorded[1 - _OF_PATH :], (sizes_of(leaves), program)]
+        groups, known = self._groups.setdefault(kind, []), tuple(map(identity, steps))
+        group = next((group for group in groups if group.steps == known), None) or RecordingGroup(known)
+        groups[:] = [group, *(other for other in groups if other is not group)]
+        group.recorded = [*group.recorded[1 - _OF_GROUP :], (sizes_of(leaves), program)]
 
-    def find(self, kind: Hashable) -> list[Path]:
+    def find(self, kind: Hashable) -> list[RecordingGroup]:
         """Paths that programs can be derived from. The one that was recorded last comes first."""
-        return [path for path in self._paths.get(kind, ()) if path.usable]
+        return [group for group in self._groups.get(kind, ()) if group.usable]
 
-    def add_derived(self, program: Program, path: Path) -> None:
-        self._origins[program] = path
+    def add_derived(self, program: Program, group: RecordingGroup) -> None:
+        self._origins[program] = group
 
     def reject(self, program: Any) -> bool:
-        """Whether a program was derived. If so, no other one is derived from its path."""
-        path = self._origins.pop(program, None) if isinstance(program, Program) else None
-        if path is not None:
-            path.usable = False
-        return path is not None
+        """Whether a program was derived. If so, no other one is derived from its group."""
+        group = self._origins.get(program) if isinstance(program, Program) else None
+        if group is not None:
+            group.usable = False
+        return group is not None
 
 
-class TakenCalls(ExpectedCalls):
+class ObservedCalls(ExpectedCalls):
     """The calls of a program for inputs of other sizes. Plain arguments are taken and not compared. All else is."""
 
     def __init__(self, model: nn.Module, program: Program, shapes: Mapping[RecordedValue, Sizes]) -> None:

@@ -28,7 +28,7 @@ from torchweft.pipeline.split.auto import Arguments
 from torchweft.pipeline.split.axes import check_axes
 from torchweft.pipeline.split.expected import ExpectedCalls, TailNeedsMore
 from torchweft.pipeline.split.isolation import copies, keep_attributes, undisturbed
-from torchweft.pipeline.split.lengths import KnownPaths, Path, checking_sizes, sizes_of
+from torchweft.pipeline.split.lengths import RecordingGroup, RecordingGroups, checking_sizes, sizes_of
 from torchweft.pipeline.split.members import StageMembers
 from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.program import Program, SplitCall, SplitStage
@@ -96,7 +96,7 @@ class SplitModel:
         self._programs = ProgramCache(type(model).__name__)
         self._forms = RowForms(self._recorder)
         self._references: dict[Hashable, FollowedRecording] = {}
-        self._paths = KnownPaths()
+        self._groups = RecordingGroups()
 
     @property
     def runs_tail(self) -> bool:
@@ -286,7 +286,7 @@ class SplitModel:
     def note_change(self, trials: Trials, change: ForwardChanged) -> None:
         """Exclude a program that forward() does not follow in this step. Raises SplitError if it is a new one."""
         program = cast("Program | FollowedRecording", change.program)
-        if self._paths.reject(program) or program not in trials.recorded:
+        if self._groups.reject(program) or program not in trials.recorded:
             trials.excluded.add(program)
         elif not program.expected.tolerate(change.step):
             raise SplitError(
@@ -330,12 +330,12 @@ class SplitModel:
             program = self._new_program(recording, tail, call.rows)
             self._compare(program)
             self._find_hooks(program, piece)
-            self._paths.add(self._kind_of_path(call, leaves, structure), leaves, program)
+            self._groups.add(self._kind_of_group(call, leaves, structure), leaves, program)
         if self.members.add(program):
             self.place()
         return program
 
-    def _kind_of_path(self, call: RecordedCall, leaves: Sequence[Any], structure: Structure) -> Hashable:
+    def _kind_of_group(self, call: RecordedCall, leaves: Sequence[Any], structure: Structure) -> Hashable:
         # Without the attributes that were read: a program is derived for other numbers in them, too.
         kind = _kind(self._settings()[:-1], structure, leaves)
         placed = [(x.requires_grad, x.device) for x in leaves if isinstance(x, Tensor)]
@@ -346,17 +346,17 @@ class SplitModel:
         """A program for one micro-batch that follows from those of other sizes."""
         home = TailDevice(self.devices[-1], self._recorder.mixed, hides=bool(self._absent))
         open_modules = self._recorder.modules.open
-        found: tuple[Path, Recording] | None = None
-        for path in self._paths.find(self._kind_of_path(call, leaves, structure)):
-            if (recording := path.take_calls(self.model, leaves, structure, home, open_modules)) is not None:
-                found = path, recording
+        found: tuple[RecordingGroup, Recording] | None = None
+        for group in self._groups.find(self._kind_of_group(call, leaves, structure)):
+            if (recording := group.take_calls(self.model, leaves, structure, home, open_modules)) is not None:
+                found = group, recording
                 break
         # All ranks derive it, or none does.
         if self._recorder.agree_on(None if found is not None else "another path") is not None or found is None:
             return None
-        path, recording = found
-        program = self._new_program(recording, Tail(recording, call.axes, path.form, self._absent), call.rows)
-        program.expected.runs_hooks = path.runs_hooks
+        group, recording = found
+        program = self._new_program(recording, Tail(recording, call.axes, group.form, self._absent), call.rows)
+        program.expected.runs_hooks = group.runs_hooks
         try:
             quiet = undisturbed(self.model, self.devices, open_modules)
             with quiet, torch.no_grad(), checking_sizes(recording):
@@ -364,7 +364,7 @@ class SplitModel:
         except GuardError:
             return None
         self._compare(program)
-        self._paths.add_derived(program, path)
+        self._groups.add_derived(program, group)
         return program
 
     def _tail_of(self, recording: Recording, call: RecordedCall) -> Tail:
@@ -451,7 +451,7 @@ class SplitModel:
             except (ForwardChanged, TailNeedsMore) as change:
                 # State has changed since the recording, or the tail takes another branch for this micro-batch. The run
                 # of this step finds out what that means for all rows, and the next step compares again.
-                if isinstance(change, ForwardChanged) and program in recorded and not self._paths.reject(program):
+                if isinstance(change, ForwardChanged) and program in recorded and not self._groups.reject(program):
                     self._drop(program)
                     raise SplitError(
                         f"forward() of {type(self.model).__name__} does something else in every run: {change}; move "
