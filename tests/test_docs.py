@@ -99,7 +99,8 @@ def without_numbers(text: str) -> str:
 @pytest.mark.parametrize("page", RANK_PAGES, ids=lambda page: page.name)
 def test_code_for_torchrun_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
     code = "\n".join(RANK_BLOCK.findall(page.read_text(encoding="utf-8")))
-    if absent := [name for name in ("transformers", "peft", "lightning") if name in code and not importlib.util.find_spec(name)]:
+    extras = ("transformers", "peft", "lightning")
+    if absent := [name for name in extras if name in code and not importlib.util.find_spec(name)]:
         pytest.skip(f"{page.name} needs {' and '.join(absent)}; extras of pyproject.toml bring them")
     program = tmp_path / f"{page.stem}.py"
     program.write_text(code, encoding="utf-8")
