@@ -37,6 +37,10 @@ def runs(*executors: str) -> list[Any]:
 every_run = pytest.mark.parametrize(("executor", "checkpoint"), runs(*EXECUTORS, "auto"))
 every_cut_run = pytest.mark.parametrize(("executor", "checkpoint"), runs(*CUTS, "auto"))
 
+# For tests of models and of calls of which a Pipe warns.
+with_batch_norm = pytest.mark.filterwarnings("ignore:batch norm in a Pipe")
+without_target = pytest.mark.filterwarnings("ignore:the pipe has a loss, but no target= was given")
+
 TABLE = "0F0,0F1,,0B0,0F2,0B2,0B1\n1F0,1B0,1F1,1F2,1B2,1B1"
 """A valid custom schedule."""
 SPLIT = "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweft as weft
-from tests.pipeline.pipe_cases import assert_gradients_equal
+from tests.pipeline.pipe_cases import assert_gradients_equal, without_target
 from torchweft.core.errors import BackwardTwiceError, DoubleBackwardError
 
 MODES = [("gpipe", False), ("gpipe", True), ("1f1b", True)]
@@ -212,6 +212,7 @@ class Idle(nn.Linear):
         return input
 
 
+@without_target
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("inside", [False, True])
 def test_data_parallel_sees_one_graph_under_auto(inside: bool) -> None:

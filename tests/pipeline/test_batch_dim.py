@@ -17,6 +17,8 @@ from tests.pipeline.pipe_cases import (
     every_run,
     piped,
     rows,
+    with_batch_norm,
+    without_target,
 )
 from torchweft import NoChunk, Pipe
 from torchweft.compat.torchgpipe import GPipe
@@ -52,6 +54,7 @@ def time_mixing_model() -> nn.Sequential:
     return nn.Sequential(OverTime(), nn.Linear(4, 4), OverTime()).double()
 
 
+@without_target
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @every_run
 def test_a_mini_batch_is_cut_and_joined_along_axis_1(executor: str, checkpoint: str, schedule: str) -> None:
@@ -112,6 +115,7 @@ def test_every_argument_and_output_may_have_its_own_axis(executor: str) -> None:
     assert_close(*results)
 
 
+@without_target
 def test_the_target_may_have_an_axis_of_its_own() -> None:
     class Last(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -227,6 +231,7 @@ def test_states_of_the_last_layer_need_their_batch_dim(net: nn.Module, axes: Any
     assert_close(seen, expected)
 
 
+@with_batch_norm
 def test_images_have_their_rows_on_axis_0() -> None:
     Pipe(nn.Sequential(nn.Conv1d(1, 1, 1), nn.BatchNorm1d(1)), chunks=2)
     with pytest.raises(UsageError) as caught:

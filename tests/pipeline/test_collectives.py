@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.pipeline.pipe_cases import chain, rows
+from tests.pipeline.pipe_cases import chain, rows, with_batch_norm
 from tests.processes import python
 from torchweft import Pipe
 from torchweft.core.errors import UsageError
@@ -43,6 +43,7 @@ def possible_layouts(pipe: Pipe) -> set[str]:
     return {pick(kind, watched=watched)[0] for kind in range(3) for watched in (False, True)}
 
 
+@with_batch_norm
 @pytest.mark.parametrize("make", [tensor_parallel, lambda: synchronized_norms(None, None)])
 def test_threads_are_refused_for_stages_with_collectives(make: Callable[[], nn.Sequential]) -> None:
     pipe = Pipe(make(), chunks=3, devices=["cpu"] * 2, executor="threads")
@@ -53,6 +54,7 @@ def test_threads_are_refused_for_stages_with_collectives(make: Callable[[], nn.S
             pipe(rows(6, 4))
 
 
+@with_batch_norm
 @pytest.mark.parametrize("make", [tensor_parallel, lambda: synchronized_norms(None, None)])
 def test_auto_runs_collectives_in_schedule_order(make: Callable[[], nn.Sequential]) -> None:
     pipe = Pipe(make(), chunks=3, devices=["cpu"] * 2, checkpoint="never")
@@ -79,6 +81,7 @@ dist.destroy_process_group()
     assert seen.returncode == 0 and "unwaited" not in seen.stderr, seen.stderr
 
 
+@with_batch_norm
 def test_collectives_that_cannot_interleave_keep_threads() -> None:
     one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     alone = nn.Sequential(nn.Sequential(*tensor_parallel()), *chain(4, 4))

@@ -17,6 +17,7 @@ from tests.pipeline.pipe_cases import (
     every_schedule,
     piped,
     rows,
+    without_target,
 )
 from torchweft.core.errors import BatchError, SpecError
 
@@ -38,6 +39,7 @@ def with_metrics(output: Tensor, target: Tensor) -> Any:
     }
 
 
+@without_target
 @every_schedule
 @every_run
 def test_extras_are_those_of_the_undivided_mini_batch(executor: str, checkpoint: str, schedule: str) -> None:

@@ -19,6 +19,7 @@ from tests.pipeline.pipe_cases import (
     every_schedule,
     piped,
     rows,
+    without_target,
 )
 from torchweft import Pipe, Schedule
 
@@ -106,6 +107,7 @@ def test_input_target_and_loss_parameters_get_gradients_too(executor: str, check
     assert list(pipe.state_dict()) == list(plain.state_dict())
 
 
+@without_target
 @every_schedule
 @every_run
 def test_without_a_target_the_pipe_returns_its_output_and_trains(executor: str, checkpoint: str, schedule: str) -> None:

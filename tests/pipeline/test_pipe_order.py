@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pipeline.pipe_cases import CHECKPOINTS, assert_gradients_equal, backward, chain, piped, rows
+from tests.pipeline.pipe_cases import CHECKPOINTS, assert_gradients_equal, backward, chain, piped, rows, without_target
 from torchweft import Pipe, Recorder
 from torchweft.core.context import is_recomputing
 
@@ -119,6 +119,7 @@ def test_only_micro_batches_of_the_mode_are_recomputed(executor: str, checkpoint
         assert recomputed == {*product(stages, range(count))}, "except_last means the last real micro-batch"
 
 
+@without_target
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_immediate_backward_recomputes_nothing(executor: str, checkpoint: str) -> None:

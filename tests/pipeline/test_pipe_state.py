@@ -19,6 +19,7 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
     torch_save_copy,
+    with_batch_norm,
 )
 from torchweft import Namespace, Pipe
 
@@ -39,6 +40,7 @@ def varied_model() -> nn.Sequential:
     return model
 
 
+@with_batch_norm
 @pytest.mark.parametrize("deferred", [False, True])
 def test_state_has_the_keys_of_the_sequential_both_ways(deferred: bool) -> None:
     pipe, plain = piped(varied_model(), balance=[2, 3], deferred_batch_norm=deferred)
@@ -90,6 +92,7 @@ def test_a_copy_works_and_so_does_the_original(duplicate, steps: int) -> None:
         assert_gradients_equal(model, plain)
 
 
+@with_batch_norm
 def test_meta_model_is_materialized_stage_by_stage() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3))
@@ -158,6 +161,7 @@ def test_a_layer_may_be_replaced_between_steps(executor: str) -> None:
     assert_alike(pipe, plain)
 
 
+@with_batch_norm
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_evaluation_before_backward_keeps_running_statistics(executor: str) -> None:
     pipe, _ = piped(varied_model(), balance=[3, 2], executor=executor, checkpoint="always")

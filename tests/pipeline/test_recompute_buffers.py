@@ -20,6 +20,7 @@ from tests.pipeline.pipe_cases import (
     every_run,
     piped,
     rows,
+    with_batch_norm,
 )
 from torchweft.core.context import ExecutionContext, set_phase
 from torchweft.core.errors import ModuleChangedError
@@ -98,6 +99,7 @@ LAYERS = {
 }
 
 
+@with_batch_norm
 @every_run
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_changes_itself_once_per_micro_batch(name: str, executor: str, checkpoint: str) -> None:
@@ -176,6 +178,7 @@ def test_stages_take_turns_at_a_shared_norm() -> None:
     assert not entered
 
 
+@with_batch_norm
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_norm_of_two_stages_counts_every_micro_batch(checkpoint: str) -> None:
     norm = nn.BatchNorm1d(4).double()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft as weft
+from tests.pipeline.pipe_cases import with_batch_norm
 from torchweft.errors import UsageError, WeightsError
 
 safetensors = pytest.importorskip(
@@ -107,6 +108,7 @@ def test_a_hugging_face_model_is_initialised_by_its_own_function() -> None:
     assert 0.01 < float(model.transformer.h[1].mlp.c_fc.weight.detach().std()) < 0.03
 
 
+@with_batch_norm
 @pytest.mark.parametrize("where", ["file", "folder", "index", "folder with index"])
 @pytest.mark.parametrize("kind", ["sequential", "split"])
 def test_weights_are_read_from_files(kind: str, where: str, tmp_path: Path) -> None:
@@ -159,6 +161,7 @@ def test_all_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in pipe.parameters())
 
 
+@with_batch_norm
 def test_buffers_on_meta_that_are_in_no_file_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, Rotary().state_dict())
     with torch.device("meta"):
@@ -178,6 +181,7 @@ def test_a_missing_or_damaged_file_is_an_error_of_weights(tmp_path: Path) -> Non
         pipe.materialize(tmp_path / "bad.safetensors")
 
 
+@with_batch_norm
 def test_ties_between_layers_stay_when_storage_is_given() -> None:
     with weft.build_on_meta():
         model = sequential()
@@ -224,6 +228,7 @@ def test_every_module_draws_numbers_of_its_own() -> None:
     assert not any(torch.equal(a, b) for a, b in [(weights[0], weights[1]), (weights[1], weights[2])])
 
 
+@with_batch_norm
 def test_a_split_model_is_initialised_the_same_by_any_cut() -> None:
     states: list[Any] = []
     for split in (["head"], ["norm", "head"]):
@@ -235,6 +240,7 @@ def test_a_split_model_is_initialised_the_same_by_any_cut() -> None:
     assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
 
 
+@with_batch_norm
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_clipping_in_one_process_is_that_of_pytorch(norm_type: float) -> None:
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchweft as weft
+from tests.pipeline.pipe_cases import with_batch_norm
 from tests.pipeline.split.zoo import UNet
 from torchweft.cli import main
 from torchweft.report import routes
@@ -62,6 +63,7 @@ def test_plan_reports_missing_arguments(capsys: pytest.CaptureFixture[str]) -> N
         assert words in capsys.readouterr().err
 
 
+@with_batch_norm
 def test_the_report_draws_routes() -> None:
     sample = {"x": torch.randn(2, 3, 8, 8)}
     pipe = weft.Pipe(UNet(), chunks=2, split=["middle", "up1"], devices=["cpu"] * 3, sample=sample)

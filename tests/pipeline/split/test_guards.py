@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft as weft
-from tests.pipeline.pipe_cases import assert_close, rows
+from tests.pipeline.pipe_cases import assert_close, rows, with_batch_norm
 from torchweft.core.errors import BatchError, GuardError, InPlaceError, SplitError
 from torchweft.pipeline.split import lengths, program_cache, user_code
 
@@ -142,6 +142,7 @@ def test_the_comparison_sees_buffers_too() -> None:
         cut(model)(rows(4, 4))
 
 
+@with_batch_norm
 def test_comparison_changes_neither_model_nor_generators() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
     plain = copy.deepcopy(model)

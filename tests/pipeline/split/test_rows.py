@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.pipeline.pipe_cases import assert_close
+from tests.pipeline.pipe_cases import assert_close, with_batch_norm
 from tests.pipeline.split.test_losses import assert_trains_as, cut
 from tests.pipeline.split.test_tail import Blocks, assert_trains
 from torchweft.core.errors import BatchError
@@ -82,6 +82,7 @@ def test_mixed_rows_are_accepted_without_verification() -> None:
     assert_close(cut(model, chunks=2, verify=False)(x), torch.cat([model(piece) for piece in x.split(4)]))
 
 
+@with_batch_norm
 def test_batch_norm_before_a_loss_is_that_of_micro_batches() -> None:
     model = Blocks(lambda _, x: (x, x.std()))
     model.blocks[1].append(nn.BatchNorm1d(4))

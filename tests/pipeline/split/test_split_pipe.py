@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchweft as weft
-from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, pickle_copy, rows, torch_save_copy
+from tests.pipeline.pipe_cases import (
+    assert_close,
+    assert_gradients_equal,
+    pickle_copy,
+    rows,
+    torch_save_copy,
+    with_batch_norm,
+)
 from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import Dropping, Shared, UNet, gpt2
 from torchweft.core.errors import PartitionError, UsageError
@@ -283,6 +290,7 @@ def test_distributed_data_parallel_takes_the_pipe(process_group: None) -> None:
     assert_gradients_equal(model, plain, 1e-10)
 
 
+@with_batch_norm
 def test_routes_list_the_values_that_cross() -> None:
     pipe = cut(UNet(), "middle", "up2", "up1", sample={"x": torch.randn(2, 3, 8, 8)})
     assert any(route.readers == (2,) and route.source == 0 for route in pipe.routes)

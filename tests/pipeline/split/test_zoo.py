@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft as weft
-from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal
+from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, with_batch_norm
 from tests.pipeline.split.zoo import HUGGING, OWN, REFUSED, WHOLE, Dropping, Entry, gpt2, speech, wav2vec2
 from torchweft.core.errors import BatchError, SplitError
 from torchweft.core.pytree import flatten, unflatten
@@ -72,6 +72,7 @@ def piped(pipe: weft.Pipe, spec: Entry, inputs: dict[str, Any]) -> Tensor:
     )
 
 
+@with_batch_norm
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
