@@ -197,7 +197,7 @@ class GroupLayout(PipeLayout):
         for number, slots in loans.slots.items():
             cast(BorrowingStage, stages[number]).set_slots(slots)
         placement = Placement(self._connect(), self._stage_ranks, loans, settings.output == "all", self._checks_batches)
-        options = settings.checkpoint, "serial", *self._fixed.of_runtime
+        options = settings.checkpoint, "serial", *self._fixed.of_runtime(mixed=not allows_external_loss)
         return ProcessRuntime(placement, stages, crossing, *options, allows_external_loss=allows_external_loss)
 
     def _planned_loans(self, settings: PipeSettings) -> Loans:

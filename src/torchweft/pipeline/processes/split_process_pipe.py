@@ -86,7 +86,7 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
     def _new_model(self, settings: PipeSettings) -> SplitModel:
         self._reject_new_cuts(settings)
         fixed = self._fixed
-        options = self._model, split_of(settings), settings.devices, fixed.dims, fixed.number_reduction
+        options = self._model, split_of(settings), settings.devices, fixed.dims
         return ProcessSplitModel(self._placement, *options, latest=self._sampled)
 
     def run_step(self, settings: PipeSettings, current_runtime: CurrentRuntime, *call: Any) -> Any:
