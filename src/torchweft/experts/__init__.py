@@ -11,7 +11,8 @@ gradients.py         guards, and the sums of open mini-batches
 optimizer_step.py    the optimizer: made, stepped, saved, loaded; idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
 checkpoint.py        state that survives the process      serialization.py  state dicts as safetensors files
-telemetry.py         statistics and spans                 errors.py  all errors and warnings
+errors.py            all errors and warnings
+statistics.py        all numbers of a server              telemetry.py  spans
 wire/, compression.py, protobuf.py                        tensors as bytes, after a checked header
 discovery/, replication/, mixture/                        servers of each expert; one expert at several; the best k
 server/, client/, status_page/                            over gRPC: Server, RemoteExpert; the status page

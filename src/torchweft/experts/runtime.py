@@ -18,8 +18,8 @@ from torchweft.core.errors import UsageError
 from torchweft.core.validation import MAX_SECONDS
 from torchweft.experts.errors import DeviceLostError, ExpertError
 from torchweft.experts.expert import ExpertBackend
+from torchweft.experts.statistics import RuntimeStatistics
 from torchweft.experts.task_pool import TaskPool
-from torchweft.experts.telemetry import RuntimeStatistics
 
 # One lock for all runtimes: a runtime claims all its pools or none, even if two of them start at the same time.
 _claiming = threading.Lock()

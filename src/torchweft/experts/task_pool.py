@@ -30,8 +30,9 @@ from torchweft.core.validation import Validator, is_whole
 from torchweft.experts import errors
 from torchweft.experts.idempotency import IdempotencyTable, RequestKind
 from torchweft.experts.schema import FlatSchema
+from torchweft.experts.statistics import PoolStatistics
 from torchweft.experts.task import Answer, BatchQueue, CallerStream, Results, Task, answer_waiters
-from torchweft.experts.telemetry import PoolStatistics, WorkObserver, process_observed
+from torchweft.experts.telemetry import WorkObserver, process_observed
 
 
 @dataclass(frozen=True)

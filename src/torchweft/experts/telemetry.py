@@ -1,7 +1,4 @@
-"""Telemetry: statistics as plain numbers, and spans around the work of a server, reported to a `SpanObserver`.
-
-Every long-lived object here has ``statistics()``, after trio's example. It returns one of the classes below: values of
-one moment that never change and hold no tensor.
+"""Telemetry: spans around the work of a server, reported to a `SpanObserver`. Its numbers are in `statistics`.
 
     client     | network thread          | runtime thread
     trace ─────┼─> receive ──────────────┼─> queue (arrival to now) ─> batch ── step within it
@@ -16,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torchweft.core.errors import UsageError
@@ -127,75 +123,6 @@ class OpenTelemetryObserver:
         carrier: dict[str, str] = {}
         _propagate.inject(carrier)
         return carrier.get("traceparent")
-
-
-@dataclass(frozen=True)
-class PoolStatistics:
-    """One pool. ``merged``: batches by the number of their tasks, rounded up to a power of two.
-
-    ``answer_times``: answered tasks by seconds from arrival to answer, rounded up to 1 ms times a power of two.
-    ``waited``: total seconds that batches which could have begun waited for more tasks. ``answer_seconds``: total time
-    of answered tasks from arrival to answer. Ages are seconds, too.
-    """
-
-    name: str
-    submitted: int
-    answered: int
-    answer_seconds: float
-    answer_times: Mapping[float, int]
-    failed: Mapping[str, int]
-    refused: Mapping[str, int]
-    cancelled: int
-    expired: int
-    joined: int
-    batches: int
-    rows: int
-    merged: Mapping[int, int]
-    waited: float
-    waiting_tasks: int
-    waiting_rows: int
-    running_tasks: int
-    oldest_age: float
-
-
-@dataclass(frozen=True)
-class IdempotencyStatistics:
-    running: int
-    keys: int
-    results: int
-    result_bytes: int
-    repeated: int
-
-
-@dataclass(frozen=True)
-class BackendStatistics:
-    name: str
-    steps: int
-    forward_batches: int
-    backward_batches: int
-    retried_batches: int
-    refused_gradients: Mapping[str, int]
-    open_mini_batches: int
-    open_mini_batch_bytes: int
-    kept_graphs: int
-    kept_graph_bytes: int
-    used_graphs: int
-    buffer_bytes: int
-    idempotency: IdempotencyStatistics
-    pools: Mapping[str, PoolStatistics]
-
-
-@dataclass(frozen=True)
-class RuntimeStatistics:
-    """One device, which worked on batches for ``busy`` of the ``seconds`` since its start."""
-
-    name: str
-    alive: bool
-    pools: int
-    batches: int
-    busy: float
-    seconds: float
-    working_on: str | None
 
 
 def process_observed(

@@ -10,15 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from torchweft.core.errors import UsageError, escape
 from torchweft.experts.discovery import Directory
-from torchweft.experts.discovery.registration import LeaseHeartbeat, LeaseStatistics
+from torchweft.experts.discovery.registration import LeaseHeartbeat
 from torchweft.experts.errors import AlreadyDeclaredError
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.runtime import Runtime
-from torchweft.experts.telemetry import RuntimeStatistics
+from torchweft.experts.statistics import DirectoryStatistics, LeaseStatistics, RuntimeStatistics
 
 _LOG = logging.getLogger("torchweft.experts.server")
 LEAST_SECONDS = 0.1  # for each thread to end, even if the deadline has passed
@@ -180,6 +179,6 @@ class ServerLease:
             self.heartbeat.withdraw()
         self._background.stop_periodic("lease", LEAST_SECONDS)  # a turn that still runs declares nothing after this
 
-    def statistics(self) -> tuple[tuple[str, ...], dict[str, Any] | None, LeaseStatistics | None]:
+    def statistics(self) -> tuple[tuple[str, ...], DirectoryStatistics | None, LeaseStatistics | None]:
         own = self.heartbeat
         return ((), None, None) if own is None else (own.listed, own.directory_statistics(), own.statistics())

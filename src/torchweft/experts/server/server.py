@@ -37,7 +37,7 @@ from torchweft.experts.server.grpc_server import GrpcServer
 from torchweft.experts.server.hosted_expert import HostedExpert
 from torchweft.experts.server.operations import Loadable, Operations
 from torchweft.experts.server.options import ServerOptions, listen_faults
-from torchweft.experts.server.server_statistics import CheckpointStatistics, ServerStatistics
+from torchweft.experts.statistics import CheckpointStatistics, ServerStatistics
 from torchweft.experts.status_page.http import PanelOptions, StatusServer
 from torchweft.experts.telemetry import SpanObserver
 from torchweft.experts.tls import ServerTls
