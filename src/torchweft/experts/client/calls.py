@@ -344,6 +344,16 @@ class StepsRun(Generic[T]):
             call.on_end = self._call_ended
             self._loop.start(call)
 
+    def take(self) -> T:
+        """The value, or raise the error. The run forgets the error, whose traceback holds the frames of its callers."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame: a cycle
+        return self.value  # type: ignore[return-value]
+
     def cancel(self) -> None:
         if not self.has_ended:
             self.has_ended, self._on_end = True, None
@@ -411,13 +421,7 @@ def run_steps(steps: Steps[T]) -> T:
                 loop.drive()
     finally:
         run.cancel()
-    error, run.error = run.error, None
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame: a cycle
-    return run.value  # type: ignore[return-value]
+    return run.take()
 
 
 def _single_call(call: RemoteCall) -> Steps[Any]:

@@ -44,7 +44,7 @@ def commit(module: Modules) -> dict[str, bool]:
         for layer in layers:
             if not isinstance(layer, RemoteExpert):
                 layer.prepare_commit()
-        _run_phase(experts, [expert.prepare_steps() for expert in experts], "no expert has stepped")
+        _run_phase(experts, [expert.commit_steps(prepares=True) for expert in experts], "no expert has stepped")
     results: dict[str, bool] = {}
     stepped = _run_phase(experts, [expert.commit_steps() for expert in experts])
     for layer in layers:
@@ -72,20 +72,15 @@ def _run_phase(
 ) -> dict[RemoteExpert, bool]:
     """Run a phase of all experts. ``state``: what is known if one fails. None: some of the others have stepped."""
     runs = run_all(steps, settle=state is None)
-    failed = {expert: run.error for expert, run in zip(experts, runs, strict=True) if run.error is not None}
+    failed = [(expert, run) for expert, run in zip(experts, runs, strict=True) if run.error is not None]
     if failed:
-        (expert, error), *_ = failed.items()
-        others = [one.uid for one, run in zip(experts, runs, strict=True) if run.value]
+        expert, run = failed[0]
+        others = [one.uid for one, other in zip(experts, runs, strict=True) if other.value]
         if state is None:
             state = f"experts that have stepped: {', '.join(others) or 'none'}; commit() again steps none of them twice"
-        if len(experts) > 1:
-            error.add_note(f"in a commit of {len(experts)} experts, from expert {expert.uid!r}; {state}")
-        for run in runs:
-            run.error = None
-        try:
-            raise error
-        finally:
-            del error, failed  # the traceback holds this frame: a cycle
+        if run.error is not None and len(experts) > 1:
+            run.error.add_note(f"in a commit of {len(experts)} experts, from expert {expert.uid!r}; {state}")
+        run.take()
     return {expert: bool(run.value) for expert, run in zip(experts, runs, strict=True)}
 
 

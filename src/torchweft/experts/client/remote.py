@@ -225,12 +225,9 @@ class RemoteExpert(RemoteLayer):
             raise UsageError(f"expert {self.uid!r} steps at every backward: to commit, make it with accumulate=True")
         return run_steps(self.commit_steps())
 
-    def prepare_steps(self) -> Steps[bool]:
-        """The first phase of a commit with other experts, see `weft.experts.client.commit`."""
-        return self._stub.prepare()
-
-    def commit_steps(self) -> Steps[bool]:
-        return self._stub.commit()
+    def commit_steps(self, *, prepares: bool = False) -> Steps[bool]:
+        """The phases of a commit with other experts, see `weft.experts.client.commit`."""
+        return self._stub.commit(prepares=prepares)
 
     def discard(self) -> None:
         """Drop the gradients since the last commit, without waiting for the server."""

@@ -212,22 +212,14 @@ def run_calls(
     ``settle``: return errors in place of results. None: wait for all as well, and raise the first error then.
     """
     runs = run_all(operations, settle=settle is not False)
-    results: list[Any] = []
-    first: BaseException | None = None
-    error = run = None
-    for number, (run, call) in enumerate(zip(runs, calls, strict=True)):
-        error, run.error = run.error, None
-        if error is not None and len(calls) > 1:
-            error.add_note(f"in call {number} of {len(calls)}: expert {call.stub.uid!r}")
-        first = first or error
-        results.append(run.value if error is None else error)
-    if first is not None and not settle:
-        results.clear()
-        try:
-            raise first
-        finally:
-            del first, error, run, runs  # the traceback holds this frame: a cycle
-    return results
+    failed = [(number, run) for number, run in enumerate(runs) if run.error is not None]
+    for number, run in failed:
+        if run.error is not None and len(calls) > 1:
+            run.error.add_note(f"in call {number} of {len(calls)}: expert {calls[number].stub.uid!r}")
+    if failed and not settle:
+        runs.clear()  # the error's traceback holds this frame, and must not hold the results of other calls
+        failed[0][1].take()
+    return [run.take() if run.error is None else run.error for run in runs]
 
 
 class RecomputeCache(Generic[Value]):

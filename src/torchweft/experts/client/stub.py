@@ -128,33 +128,26 @@ class ExpertStub:
             return calls[0].value
         return [torch.cat(rows) for rows in zip(*(call.value for call in calls), strict=True)]
 
-    def prepare(self) -> Steps[bool]:
-        """The first phase of a commit with other experts: the server checks the sum, and keeps it for `commit`."""
-        mini_batch = self.mini_batch
-        incarnation = mini_batch.commit_incarnation()
-        if incarnation is None:
-            return False
-        request = self.requests.prepare(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
-        try:
-            yield [RemoteCall(request, self.caller, time.monotonic() + self.options.timeout, self.progress.accept)]
-        except (errors.CommitError, errors.GradientError) as error:  # the server does not hold the sum any more
-            mini_batch.record_failure(error)
-            raise
-        return True
-
-    def commit(self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None) -> Steps[bool]:
+    def commit(
+        self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None, *, prepares: bool = False
+    ) -> Steps[bool]:
+        """A step with the sum of a mini-batch. ``prepares``: the server only checks the sum, and keeps it for that."""
         mini_batch = mini_batch or self.mini_batch
         incarnation = mini_batch.commit_incarnation()
         if incarnation is None:
             return False
-        request = self.requests.commit(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
+        token = self.caller.resolver.owner_token()
+        request = self.requests.commit(self.uid, mini_batch.name, incarnation, token, prepares=prepares)
         deadline = time.monotonic() + self.options.timeout if deadline is None else deadline
         try:
             yield [RemoteCall(request, self.caller, deadline, self.progress.accept)]
-        except errors.CommitError as error:
-            mini_batch.record_failure(error)
+        except (errors.CommitError, errors.GradientError) as error:
+            # The server does not hold the sum any more. Only after a commit can its name be used again.
+            if prepares or isinstance(error, errors.CommitError):
+                mini_batch.record_failure(error)
             raise
-        self._begin_next(mini_batch)
+        if not prepares:
+            self._begin_next(mini_batch)
         return True
 
     def discard(self, timeout: float = 0.0, mini_batch: "PendingCommit | None" = None) -> None:
@@ -292,13 +285,10 @@ class RequestBuilder:
         complete = Call(header, [*inputs, *gradients], [*self._choose("inputs", len(inputs)), *compressions])
         return (Call(header._replace(keep=True), gradients, compressions) if key.kept else complete), complete
 
-    def prepare(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
+    def commit(self, uid: str, mini_batch: str, incarnation: int, token: int, *, prepares: bool = False) -> Call:
+        kind, key = (Kind.PREPARE, "") if prepares else (Kind.COMMIT, mini_batch)
         data = StepReceipt(None, incarnation, token).to_bytes()
-        return Call(self._header(Kind.PREPARE, uid=uid, mini_batch=mini_batch, data=data))
-
-    def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
-        data = StepReceipt(None, incarnation, token).to_bytes()
-        return Call(self._header(Kind.COMMIT, uid=uid, key=mini_batch, mini_batch=mini_batch, data=data))
+        return Call(self._header(kind, uid=uid, key=key, mini_batch=mini_batch, data=data))
 
     def discard(self, uid: str, mini_batch: str) -> Call:
         return Call(self._header(Kind.DISCARD, uid=uid, mini_batch=mini_batch))

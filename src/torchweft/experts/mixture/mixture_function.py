@@ -162,8 +162,8 @@ def _send_phase(
     deadline = time.monotonic() + client.options.backward_timeout
 
     def make_call(number: int, uid: str) -> FanOutCall:
-        build = client.requests.prepare if phase == "prepare" else client.requests.commit
-        call = build(uid, pending[uid].name, complete[uid], client.owner_token(uid))
+        token, prepares = client.owner_token(uid), phase == "prepare"
+        call = client.requests.commit(uid, pending[uid].name, complete[uid], token, prepares=prepares)
 
         def accept(answer: Received) -> None:
             client.accept(uid, answer)
