@@ -45,7 +45,7 @@ from torchweft.experts.client.transport import (
 )
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery import Directory
-from torchweft.experts.fork_guard import finalizer
+from torchweft.experts.fork_guard import Closing, finalizer
 from torchweft.experts.tls import ClientTls, credential_faults
 from torchweft.experts.wire.service import Description
 
@@ -55,7 +55,7 @@ _LOCAL = ("_stub", "_cache", "_finalizer")  # valid in this process only, and ma
 _SHARED = ("_where", "_credentials", "_retry", "_options")  # shared by copies
 
 
-class RemoteExpert(RemoteLayer):
+class RemoteExpert(RemoteLayer, Closing):
     """An expert of a server as a layer. Any number of threads can call it at once.
 
     Args:
@@ -260,12 +260,6 @@ class RemoteExpert(RemoteLayer):
         if self._options.accumulate:
             self._stub.discard(_LAST_DISCARD)
         self._finalizer()
-
-    def __enter__(self) -> "RemoteExpert":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Additions of subclasses are kept. Connections belong to this process.

@@ -39,7 +39,7 @@ from torchweft.experts.errors import (
     NotOwnerError,
     UnreachableError,
 )
-from torchweft.experts.fork_guard import GrpcThreads, check_fork, finalizer
+from torchweft.experts.fork_guard import Closing, GrpcThreads, check_fork, finalizer
 from torchweft.experts.tls import (
     ClientTls,
     address_faults,
@@ -120,7 +120,7 @@ class Transport(Protocol):
     def statistics(self) -> TransportStatistics: ...
 
 
-class _BaseTransport:
+class _BaseTransport(Closing):
     def __init__(self, address: str) -> None:
         self._pending = PendingCalls(address)
         self._finalizer: Callable[[], object] = self._pending.close
@@ -135,9 +135,6 @@ class _BaseTransport:
 
     def statistics(self) -> TransportStatistics:
         return TransportStatistics(self.address, *self._pending.counts(), self._opened)
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class GrpcTransport(_BaseTransport):
@@ -231,9 +228,6 @@ class GrpcTransport(_BaseTransport):
                 raise UnreachableError(f"{self.address} {failed}: its version of torchweft does not know it") from None
             raise self._explain(failed, text) from None
 
-    def __enter__(self) -> "GrpcTransport":
-        return self
-
     def _current_stream(self) -> Stream:
         # Opening does not wait for the server, so the lock is held only briefly.
         with self._lock:
@@ -272,11 +266,8 @@ class LocalTransport(_BaseTransport):
         self._handler(received, partial(_deliver_answer, self._pending, self._limits, entry.number))
         return entry.future
 
-    def __enter__(self) -> "LocalTransport":
-        return self
 
-
-class Connections:
+class Connections(Closing):
     """Transports by address, and the directory's snapshot. Thread-safe. A context manager.
 
     Args:
@@ -354,12 +345,6 @@ class Connections:
 
     def close(self) -> None:
         self._finalizer()
-
-    def __enter__(self) -> "Connections":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class FixedResolver:

@@ -79,19 +79,10 @@ _GOAWAY = Call(Header(kind=Kind.GOAWAY))
 
 
 class GrpcServer:
-    """The network thread, from `start` to `stop`. ``status``: data of a status call, as JSON values."""
+    """The network thread, from `start` to `stop`."""
 
-    def __init__(
-        self,
-        address: str,
-        tls: ServerTls | None,
-        dispatcher: RequestDispatcher,
-        options: ServerOptions,
-        status: Callable[[], Mapping[str, Any]],
-        leader_streams: LeaderStreams | None,
-        operations: Operations,
-    ) -> None:
-        self.handlers = GrpcHandlers(dispatcher, options, status, leader_streams, operations)
+    def __init__(self, address: str, tls: ServerTls | None, options: ServerOptions, handlers: "GrpcHandlers") -> None:
+        self.handlers = handlers
         self.port = 0  # 0 before the start
         self._address, self._tls, self._options = address, tls, options
         self._thread: threading.Thread | None = None
@@ -162,7 +153,10 @@ class GrpcServer:
 
 
 class GrpcHandlers:
-    """Handlers of all methods, and the open connections. Everything belongs to the network loop."""
+    """Handlers of all methods, and the open connections. Everything belongs to the network loop.
+
+    ``status``: data of a status call, as JSON values.
+    """
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from torchweft.experts.replication import ReplicaOptions, ReplicationManager
 from torchweft.experts.server.auth import OPEN, Access, Audit, Caller
 from torchweft.experts.server.background import LEAST_SECONDS, BackgroundTasks, DeviceRuntimes, ServerLease
 from torchweft.experts.server.dispatcher import ObservedDispatcher, Reply, RequestDispatcher
-from torchweft.experts.server.grpc_server import GrpcServer
+from torchweft.experts.server.grpc_server import GrpcHandlers, GrpcServer
 from torchweft.experts.server.hosted_expert import HostedExpert
 from torchweft.experts.server.operations import Loadable, Operations
 from torchweft.experts.server.options import ServerOptions, listen_faults
@@ -138,7 +138,8 @@ class Server(metaclass=_ServerType):
         self._replication = ReplicationManager(replicas, directory, self.options.limits)
         operations = Operations(self._dispatcher, self._replication, loadable, self.add, self.remove)
         streams = self._replication.leader_streams
-        self._grpc_server = GrpcServer(address, tls, self._dispatcher, self.options, self.status, streams, operations)
+        handlers = GrpcHandlers(self._dispatcher, self.options, self.status, streams, operations)
+        self._grpc_server = GrpcServer(address, tls, self.options, handlers)
         self._panel = None if panel is None else StatusServer(panel, self.status)
         self._lock = threading.RLock()  # of every change: start, add, remove, drain and shutdown
         self._state = _RunState()
