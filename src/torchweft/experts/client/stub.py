@@ -19,7 +19,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -40,6 +40,7 @@ from torchweft.experts.task import REPEATED
 from torchweft.experts.wire import Call, Header, Kind, Received
 from torchweft.experts.wire.service import Description, StepReceipt, read_description, read_receipt
 
+Use = Callable[[list[Tensor]], Any]
 _PAST_INCARNATIONS = 16  # number of past incarnations whose delayed answers are recognised
 
 
@@ -57,9 +58,11 @@ class CallOptions:
 class ExpertStub:
     """The calls of one expert, as `Steps`. Thread-safe."""
 
-    def __init__(self, uid: str, caller: RetryingCaller, options: CallOptions) -> None:
+    def __init__(
+        self, uid: str, caller: RetryingCaller, options: CallOptions, requests: "RequestBuilder | None" = None
+    ) -> None:
         self.uid, self.caller, self.options = uid, caller, options
-        self.requests = RequestBuilder(options.client, options.compression)
+        self.requests = requests or RequestBuilder(options.client, options.compression)
         self.mini_batch = PendingCommit(uid)
         self.progress = ExpertProgress(uid, caller.resolver)
         self._lock = threading.Lock()
@@ -87,12 +90,12 @@ class ExpertStub:
         signature = self.loaded or (yield from self.signature(deadline))
         self._remaining_seconds(deadline)
         if not inputs or inputs[0].shape[0] <= signature.max_batch_size:
-            call = self._forward_call(inputs, key, signature, deadline)
+            call = self.forward_call(inputs, key, signature, deadline)
             yield (call,)
             return call.value
         parts = _split_rows(inputs, signature.max_batch_size)
         keys = key.for_parts(len(parts))
-        calls = [self._forward_call(*part, signature, deadline) for part in zip(parts, keys, strict=True)]
+        calls = [self.forward_call(*part, signature, deadline) for part in zip(parts, keys, strict=True)]
         yield calls
         return [torch.cat(rows) for rows in zip(*(call.value for call in calls), strict=True)]
 
@@ -109,13 +112,14 @@ class ExpertStub:
             # instead, and its commit is the one step.
             mini_batch = temporary = PendingCommit(self.uid)
         keys = key.for_parts(len(parts)) if len(parts) > 1 else [key]
+        name, add = ("", None) if mini_batch is None else (mini_batch.name, mini_batch.record_gradient)
         try:
             calls: list[RemoteCall] = []
             for part, part_key in zip(parts, keys, strict=True):
-                call = self._backward_call(part, len(inputs), part_key, mini_batch, signature, deadline)
-                calls.append(call)
+                arguments = part[: len(inputs)], part[len(inputs) :], part_key, signature, deadline
+                calls.append(self.backward_call(*arguments, name, add))
                 # One after another, so that the order of the terms of their sum is fixed, and with it its rounding.
-                yield [call]
+                yield calls[-1:]
             if temporary is not None:
                 yield from self.commit(temporary, deadline)
         except BaseException as error:
@@ -165,38 +169,47 @@ class ExpertStub:
             if self.mini_batch is mini_batch:
                 self.mini_batch = PendingCommit(self.uid)
 
-    def _forward_call(
-        self, inputs: Sequence[Tensor], key: "IdempotencyKey", signature: "Signature", deadline: float
+    def forward_call(
+        self,
+        inputs: Sequence[Tensor],
+        key: "IdempotencyKey",
+        signature: "Signature",
+        deadline: float,
+        use: Use | None = None,
+        device: torch.device | None = None,
     ) -> RemoteCall:
-        def accept(answer: Received) -> list[Tensor]:
+        """One forward. Its value is what ``use`` makes of the flat outputs on ``device``: by default the outputs."""
+
+        def accept(answer: Received) -> Any:
             self.progress.accept(answer)
             key.note_kept(answer.header.keep)
-            return signature.read_outputs(answer, inputs[0].device)
+            outputs = signature.read_outputs(answer, device or inputs[0].device)
+            return outputs if use is None else use(outputs)
 
         return RemoteCall(self.requests.forward(self.uid, inputs, key), self.caller, deadline, accept)
 
-    def _backward_call(
+    def backward_call(
         self,
-        tensors: Sequence[Tensor],
-        count: int,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
         key: "IdempotencyKey",
-        mini_batch: "PendingCommit | None",
         signature: "Signature",
         deadline: float,
+        mini_batch: str = "",
+        add: Callable[[int], object] | None = None,
+        use: Use | None = None,
     ) -> RemoteCall:
-        # ``tensors``: the inputs, ``count`` of them, and the gradients of the outputs.
-        inputs, gradients = tensors[:count], tensors[count:]
+        """One backward. ``add`` is called with the server's incarnation when the server has added the gradient."""
 
-        def accept(answer: Received) -> list[Tensor]:
+        def accept(answer: Received) -> Any:
             self.progress.accept(answer)
-            if mini_batch is not None:
-                mini_batch.record_gradient(read_receipt(answer.header.data).incarnation)
-            # After `record_gradient`: the server has added the gradient, even if the answer is rejected here.
-            return signature.read_input_gradients(answer, inputs)
+            if add is not None:  # first: the server has added the gradient, even if the answer is rejected here
+                add(read_receipt(answer.header.data).incarnation)
+            input_gradients = signature.read_input_gradients(answer, inputs)
+            return input_gradients if use is None else use(input_gradients)
 
-        name = "" if mini_batch is None else mini_batch.name
         token = self.caller.resolver.owner_token()
-        call, complete_call = self.requests.backward(self.uid, inputs, gradients, key, name, token)
+        call, complete_call = self.requests.backward(self.uid, inputs, gradients, key, mini_batch, token)
         return RemoteCall(call, self.caller, deadline, accept, complete_call if call is not complete_call else None)
 
     def _remaining_seconds(self, deadline: float) -> float:

@@ -184,19 +184,18 @@ class RemoteMixtureOfExperts(RemoteLayer):
     @property
     def steps(self) -> dict[str, int]:
         """Optimizer steps of the experts that have answered, according to their last answers, by uid."""
-        steps_by_uid = {uid: progress.steps for uid, progress in self._client.progress.copy().items()}
+        steps_by_uid = {uid: progress.steps for uid, progress in self._client.progress().items()}
         return {uid: steps for uid, steps in steps_by_uid.items() if steps is not None}
 
     @property
     def durable_steps(self) -> dict[str, int | None]:
         """The last step of each expert that survives a crash of its server. None: unknown, or none."""
-        return {uid: progress.durable_step for uid, progress in self._client.progress.copy().items()}
+        return {uid: progress.durable_step for uid, progress in self._client.progress().items()}
 
     @property
     def steps_lost(self) -> dict[str, int]:
         """Steps that were lost by restarts of servers. Each loss is reported by a `StepsLostWarning`."""
-        lost_by_uid = {uid: progress.steps_lost for uid, progress in self._client.progress.copy().items()}
-        return {uid: lost for uid, lost in lost_by_uid.items() if lost}
+        return {uid: lost.steps_lost for uid, lost in self._client.progress().items() if lost.steps_lost}
 
     def statistics(self) -> MixtureStatistics:
         return self._client.counters.statistics(len(self._client.live_experts()))
