@@ -27,18 +27,10 @@ import grpc
 
 from torchweft.core.errors import UsageError, WeftError, escape, join_faults
 from torchweft.core.validation import MAX_SECONDS, Validator, uid_fault
+from torchweft.experts import errors
 from torchweft.experts.address import address_fault, parse_address
 from torchweft.experts.client.stream import PendingCalls, Stream
 from torchweft.experts.discovery import Directory, LocalDirectory, Snapshot, Watch
-from torchweft.experts.errors import (
-    CertificateError,
-    DeadlineError,
-    DrainingError,
-    ForbiddenError,
-    LostError,
-    NotOwnerError,
-    UnreachableError,
-)
 from torchweft.experts.fork_guard import Closing, GrpcThreads, check_fork, finalizer
 from torchweft.experts.tls import (
     ClientTls,
@@ -49,18 +41,7 @@ from torchweft.experts.tls import (
     pair_faults,
     read_pem,
 )
-from torchweft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode, read_fault
-from torchweft.experts.wire.service import (
-    AUTHORIZATION,
-    BEARER,
-    OPERATE,
-    STATUS,
-    STREAM,
-    Operation,
-    client_options,
-    read_operation_replies,
-    read_status,
-)
+from torchweft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode, read_fault, service
 
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
@@ -171,7 +152,7 @@ class GrpcTransport(_BaseTransport):
         check_address(address, tls, token)
         super().__init__(address)
         self._limits = limits
-        self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
+        self._metadata = service.token_metadata(token)
         self._channel = open_channel(address, tls, limits)
         self._trace = trace
         self._process = os.getpid()
@@ -195,11 +176,11 @@ class GrpcTransport(_BaseTransport):
             try:
                 stream = self._current_stream()
             except ValueError as error:  # gRPC's, of a channel that `close` has just closed
-                self._pending.set_outcome(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
+                self._pending.set_outcome(entry.number, errors.UnreachableError(f"{self._name} was closed: {error}"))
                 break
             # A server that shuts down still applies commits that it has prepared, since other experts can have stepped.
             if stream.is_draining and call.header.kind not in (Kind.INFO, Kind.COMMIT):
-                error = DrainingError(f"{self.address} is shutting down and accepts no new work")
+                error = errors.DrainingError(f"{self.address} is shutting down and accepts no new work")
                 self._pending.set_outcome(entry.number, error)
                 break
             if stream.enqueue(entry):
@@ -208,12 +189,13 @@ class GrpcTransport(_BaseTransport):
 
     def status(self, timeout: float = 10.0) -> str:
         """The server's status, as JSON. Raises ``ForbiddenError``, ``UnreachableError`` or ``DeadlineError``."""
-        return read_status(b"".join(self._ask(STATUS, b"", timeout, "did not report its status")))
+        return service.read_status(b"".join(self._ask(service.STATUS, b"", timeout, "did not report its status")))
 
-    def operate(self, operation: Operation, timeout: float) -> tuple[dict[str, Any], bytes]:
+    def operate(self, operation: service.Operation, timeout: float) -> tuple[dict[str, Any], bytes]:
         """Carry out an operation of an administrator. Returns its results, and the file of an export."""
-        answers = self._ask(OPERATE, operation.to_bytes(), timeout, f"did not answer the operation {operation.name!r}")
-        return read_operation_replies(answers)
+        failed = f"did not answer the operation {operation.name!r}"
+        answers = self._ask(service.OPERATE, operation.to_bytes(), timeout, failed)
+        return service.read_operation_replies(answers)
 
     def _ask(self, method: str, message: bytes, timeout: float, failed: str) -> Iterator[bytes]:
         try:
@@ -221,18 +203,19 @@ class GrpcTransport(_BaseTransport):
         except _grpc.RpcError as error:
             code, text = error.code(), str(error.details())
             if code in _REFUSED:
-                raise ForbiddenError(f"{self.address} rejects this client: {text}") from None
+                raise errors.ForbiddenError(f"{self.address} rejects this client: {text}") from None
             if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError(f"{self.address} {failed} within {timeout:g} s") from None
+                raise errors.DeadlineError(f"{self.address} {failed} within {timeout:g} s") from None
             if code is _grpc.StatusCode.UNIMPLEMENTED:
-                raise UnreachableError(f"{self.address} {failed}: its version of torchweft does not know it") from None
+                text = f"{self.address} {failed}: its version of torchweft does not know it"
+                raise errors.UnreachableError(text) from None
             raise self._explain(failed, text) from None
 
     def _current_stream(self) -> Stream:
         # Opening does not wait for the server, so the lock is held only briefly.
         with self._lock:
             if not self._streams or self._streams[0].is_gone:
-                stream = self._channel.stream_stream(STREAM)
+                stream = self._channel.stream_stream(service.STREAM)
                 start = partial(self._threads.stream, stream, metadata=self._metadata)
                 self._streams[:] = [Stream(start, self._pending, self._limits, self._explain)]
                 self._opened += 1
@@ -379,7 +362,7 @@ class DirectoryResolver(FixedResolver):
     def select_transport(self, attempt: int, last: BaseException | None) -> Transport:
         """The owner that ``last`` names; otherwise the owner first, then the other servers in turn."""
         transport_to, refusal = self.connections.transport_to, self.connections.refusal
-        named = last.details.get("address") if isinstance(last, NotOwnerError | LostError) else None
+        named = last.details.get("address") if isinstance(last, errors.NotOwnerError | errors.LostError) else None
         # A server can name any address, so the name must pass the same check as an address of the directory.
         if named and refusal(named) is None:
             return transport_to(named)
@@ -392,12 +375,12 @@ class DirectoryResolver(FixedResolver):
             known = ", ".join(sorted(snapshot.experts)[:_LISTED]) or "no expert"
             raise UsageError(f"these connections have no address of expert {self._uid!r}, but addresses of {known}")
         if not addresses:
-            raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
+            raise errors.UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
         refusals = {address: refusal(address) for address in addresses}
         trusted = [address for address in addresses if refusals[address] is None]
         if not trusted:
             head = f"refusing to connect to any server of expert {self._uid!r} that the directory knows:"
-            raise UnreachableError(join_faults(head, [escape(refusal) for refusal in refusals.values()]))
+            raise errors.UnreachableError(join_faults(head, [escape(refusal) for refusal in refusals.values()]))
         return transport_to(trusted[attempt % len(trusted)])
 
     def owner_token(self) -> int:
@@ -421,7 +404,7 @@ def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
 
 def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
     check_fork(f"the transport to {address}")
-    options = client_options(limits)
+    options = service.client_options(limits)
     if tls is None:
         return _grpc.insecure_channel(address, options)
     return _grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
@@ -456,14 +439,14 @@ def _close_connections(lock: threading.Lock, transports: dict[str, Transport], w
 
 def unreachable(
     address: str, tls: ClientTls | None, action: str, text: str, end: str = "this client", option: str = "tls="
-) -> UnreachableError:
+) -> errors.UnreachableError:
     """The error of a failed connection: a `CertificateError` if the certificates are certainly the cause."""
     lower, rejected = text.lower(), False
     if tls is not None:
         ended = any(words in lower for words in _HANDSHAKE_ENDED)
         # The probe is a second connection, so it is made only where gRPC's message leaves the cause open.
         rejected = any(words in lower for words in _REJECTED) or (ended and _rejects_certificate(address, tls))
-    kind = CertificateError if rejected else UnreachableError
+    kind = errors.CertificateError if rejected else errors.UnreachableError
     return kind(f"{address} {action}: {explain_failure(text, tls, end, option)}")
 
 

@@ -45,18 +45,8 @@ from torchweft.experts.server.operations import Operations
 from torchweft.experts.server.options import ServerOptions
 from torchweft.experts.server.server_stream import ByteBudget, ServerStream
 from torchweft.experts.tls import ServerTls
-from torchweft.experts.wire import Call, Frame, Header, Kind, Received, decode, encode
+from torchweft.experts.wire import Call, Frame, Header, Kind, Received, decode, encode, service
 from torchweft.experts.wire.frame import MESSAGE_BYTES
-from torchweft.experts.wire.service import (
-    FRAME_BYTES,
-    PROTO,
-    SERVICE,
-    age_options,
-    read_operation,
-    server_options,
-    write_operation_reply,
-    write_status,
-)
 
 _aio = cast("Any", aio)
 _grpc = cast("Any", grpc)
@@ -127,8 +117,8 @@ class GrpcServer:
     async def _serve(self, listening: "Future[int]") -> None:
         self._loop = asyncio.get_running_loop()
         try:
-            options = server_options(self._options.limits, _max_connections(self._options.connections))
-            options += age_options(self._options.connection_age_seconds)
+            options = service.server_options(self._options.limits, _max_connections(self._options.connections))
+            options += service.age_options(self._options.connection_age_seconds)
             server: Any = _aio.server(options=options)
             server.add_generic_rpc_handlers(tuple(self.handlers.tables()))
             port = _listen(server, self._address, self._tls)
@@ -173,7 +163,7 @@ class GrpcHandlers:
         self._dispatcher, self._options, self._status, self._operations = dispatcher, options, status, operations
         self._checks: list[str] = []  # hosts whose health checks are running
         self._requests: list[str] = []  # clients whose short calls are running
-        names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
+        names = (service.SERVICE, _HEALTH, _reflection.SERVICE_NAME)
         self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
 
     def tables(self) -> list[Any]:
@@ -188,7 +178,7 @@ class GrpcHandlers:
             _reflection_pb2.ServerReflectionResponse.SerializeToString,
         )
         services = {
-            SERVICE: methods,
+            service.SERVICE: methods,
             _HEALTH: {"Check": stream(self._check_health)},
             _reflection.SERVICE_NAME: {"ServerReflectionInfo": reflect},
         }
@@ -242,7 +232,7 @@ class GrpcHandlers:
             self._accepted += 1
             tasks: list[asyncio.Task[None]] = []
             try:
-                await context.send_initial_metadata(((FRAME_BYTES, str(self._options.limits.frame_bytes)),))
+                await context.send_initial_metadata(((service.FRAME_BYTES, str(self._options.limits.frame_bytes)),))
                 if self._dispatcher.draining is not None:
                     connection.send(_GOAWAY)
                 reader = asyncio.create_task(self._read_calls(connection, context))
@@ -330,26 +320,26 @@ class GrpcHandlers:
                 await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
             # In a thread of the pool: with many experts, JSON would block the loop for all clients.
             loop = asyncio.get_running_loop()
-            await context.write(write_status(json.dumps(await loop.run_in_executor(None, self._status))))
+            await context.write(service.write_status(json.dumps(await loop.run_in_executor(None, self._status))))
 
     async def _operate(self, _: Any, context: Any) -> None:
         async with self._admit_request(context, "operation") as caller:
             message = await _next_request(context)
             data = memoryview(b"")
             try:
-                operation = read_operation(message or b"")
+                operation = service.read_operation(message or b"")
                 what = f"the operation {operation.name!r}"
                 self._dispatcher.check_role(caller, operation.uid, Role.ADMIN, what, operation.name.upper())
                 seconds = min(context.time_remaining() or _OPERATION_SECONDS, self._options.longest_seconds)
                 # In a thread of the pool, because an operation waits for the batch that runs, and for the disk.
                 work = partial(self._operations.run, operation, caller.described, seconds)
                 results, data = await asyncio.get_running_loop().run_in_executor(None, work)
-                await context.write(write_operation_reply(results=results))
+                await context.write(service.write_operation_reply(results=results))
             except Exception as error:  # also of users' modules
-                await context.write(write_operation_reply(error=error))
+                await context.write(service.write_operation_reply(error=error))
             size = min(MESSAGE_BYTES, max(1, self._options.limits.frame_bytes // 2))
             for start in range(0, len(data), size):
-                await context.write(write_operation_reply(data=data[start : start + size]))
+                await context.write(service.write_operation_reply(data=data[start : start + size]))
 
     async def _serve_states(self, _: Any, context: Any) -> None:
         async with self._admit_caller(context, "state") as caller:
@@ -442,7 +432,7 @@ def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
 
 def _descriptor_pool() -> Any:
     pool = cast("Any", descriptor_pool.DescriptorPool)()
-    for file in (PROTO, _health.DESCRIPTOR.serialized_pb, _reflection_pb2.DESCRIPTOR.serialized_pb):
+    for file in (service.PROTO, _health.DESCRIPTOR.serialized_pb, _reflection_pb2.DESCRIPTOR.serialized_pb):
         pool.AddSerializedFile(file)
     return pool
 
