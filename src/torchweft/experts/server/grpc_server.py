@@ -45,7 +45,7 @@ from torchweft.experts.server.operations import Operations
 from torchweft.experts.server.options import ServerOptions
 from torchweft.experts.server.server_stream import ByteBudget, ServerStream
 from torchweft.experts.tls import ServerTls
-from torchweft.experts.wire import Call, Frame, Header, Kind, Received, decode, encode, service
+from torchweft.experts.wire import Call, Header, Kind, decode, encode, service
 from torchweft.experts.wire.frame import MESSAGE_BYTES
 
 _aio = cast("Any", aio)
@@ -60,8 +60,6 @@ _CHECKS, _HOST_CHECKS = 32, 8
 _CLIENT_REQUESTS = 64
 _REQUEST_SECONDS = 10.0
 _OPERATION_SECONDS = 60.0  # for an operation without a deadline
-_ROOM_SECONDS = 5.0  # that a frame in parts waits for room
-_PART_SECONDS = 30.0  # for its next part
 _START_SECONDS = 30.0  # for the start of listening
 _STOP_SECONDS = 1.0  # for closing connections, after answers have left
 _DESCRIPTORS = 64  # file descriptors reserved for checkpoints, the log and the directory
@@ -193,7 +191,7 @@ class GrpcHandlers:
             "nbytes": sum(connection.nbytes for connection in connections),
             "accepted": self._accepted,
             "turned_away": self._turned_away,
-            "broken": self._broken,
+            "broken": self._broken + sum(connection.is_broken for connection in connections),
         }
 
     def announce_end(self) -> None:
@@ -230,23 +228,14 @@ class GrpcHandlers:
             connection = ServerStream(caller, self._dispatcher, self._options, self.budget)
             self.connections.add(connection)
             self._accepted += 1
-            tasks: list[asyncio.Task[None]] = []
             try:
                 await context.send_initial_metadata(((service.FRAME_BYTES, str(self._options.limits.frame_bytes)),))
                 if self._dispatcher.draining is not None:
                     connection.send(_GOAWAY)
-                reader = asyncio.create_task(self._read_calls(connection, context))
-                writer = asyncio.create_task(connection.write_answers(context.write))
-                tasks = [reader, writer]
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if reader.done() and reader.exception() is None:  # the client has ended its side: answer the rest
-                    connection.finish()
-                    await writer
+                await connection.serve(partial(_next_message, context), context.write)
             finally:
                 self.connections.discard(connection)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                self._broken += connection.is_broken
                 connection.abandon()
 
     async def _check_connections(self, caller: Caller, context: Any) -> None:
@@ -257,45 +246,6 @@ class GrpcHandlers:
         if count >= self._options.client_connections:
             text = f"client {caller.principal!r} has {count} connections, and one client may have no more; close some"
             await self._turn_away(context, text)
-
-    async def _read_calls(self, connection: ServerStream, context: Any) -> None:
-        while True:
-            try:
-                calls = await self._read_frame(connection.caller.principal, context)
-                if calls is None:
-                    return
-            except (errors.WireError, errors.OverloadError, errors.QuotaError) as error:
-                self._broken += isinstance(error, errors.WireError)
-                connection.send(error_call(0, error))
-                return
-            while calls:  # popped, because every call refers to the memory of the whole frame
-                connection.dispatch_call(calls.pop(0))
-            await connection.wait_for_room()
-
-    async def _read_frame(self, client: str, context: Any) -> list[Received] | None:
-        """The calls of the next frame; None at the end of the stream. Raises as `decode`, and `ByteBudget.reserve`."""
-        part = await _next_message(context)
-        if part is None:
-            return None
-        frame = Frame(part, self._options.limits)
-        if not frame.can_continue:
-            return frame.received()
-        # The whole frame is counted before its second part is read.
-        size = frame.body_bytes
-        await self.budget.reserve(size, client, _ROOM_SECONDS)
-        try:
-            async with asyncio.timeout(self._options.longest_seconds):
-                while frame.missing_bytes:
-                    part = await asyncio.wait_for(_next_message(context), _PART_SECONDS)
-                    if part is None:
-                        break
-                    frame.append(part)
-            return frame.received()  # raises if the client ended the stream within the frame
-        except TimeoutError:
-            raise errors.TruncatedError(f"a frame of {size} bytes was not sent in time", reason="time") from None
-        finally:
-            # Released before the calls are admitted one by one. Nothing else runs in the loop between the two.
-            self.budget.release(size, client)
 
     async def _answer_info(self, _: Any, context: Any) -> None:
         async with self._admit_request(context, "info") as caller:
