@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torchweft.core.errors import UsageError
 from torchweft.experts import errors
-from torchweft.experts.server.auth import Access, Audit, Caller, Role
+from torchweft.experts.server.auth import ANONYMOUS, UNPROVEN, Access, Audit, Caller, Role
 from torchweft.experts.server.hosted_expert import HostedExpert
 from torchweft.experts.task import Results, Task
 from torchweft.experts.telemetry import SafeObserver, SpanObserver
@@ -104,12 +104,11 @@ class RequestDispatcher:
             return None
 
     def check_role(self, caller: Caller, uid: str, wanted: Role, what: str, kind: str) -> None:
-        """`Access.check`, with an entry in the audit log if it raises."""
-        try:
-            self.access.check(caller, uid, wanted, what)
-        except errors.ForbiddenError as error:
+        """Raise ``ForbiddenError``, with an entry in the audit log, if the caller's role is not enough."""
+        if self.access.role(caller.name, uid) < wanted:
+            error = self.access.refusal(caller, uid, wanted, what)
             self.audit.refused(caller, uid, kind, str(error))
-            raise
+            raise error
 
     def answer_error(self, call_id: int, error: BaseException, reply: Reply) -> None:
         with self._lock:
@@ -158,7 +157,7 @@ class RequestDispatcher:
             _check_incarnation(header, hosted, client, name)
             act = backend.prepare if header.kind is Kind.PREPARE else backend.commit
             return act(name, client=client, deadline=deadline, principal=caller.principal)
-        client, mini_batch = caller.owner(header.client, header.mini_batch or None)
+        client, mini_batch = _owner_of(caller, header)
         # The tensors are views of the received message, so nothing is copied here.
         tensors, backward = call.tensors(), header.kind is Kind.BACKWARD
         if backward and header.keep:
@@ -191,7 +190,7 @@ class RequestDispatcher:
             return
         # A client may leave out the inputs of the backward only if they are still kept at this moment.
         asked = header.kind is Kind.FORWARD and header.keep
-        keep = asked and hosted.backend.kept_inputs(caller.owner(header.client, None)[0], header.key) is not None
+        keep = asked and hosted.backend.kept_inputs(_owner_of(caller, header)[0], header.key) is not None
         reply(result_call(header, future.result(), hosted.backend.steps, hosted.receipt(), keep=keep))
 
     def _unknown_expert(self, uid: str, client: str | None) -> errors.UnknownExpertError:
@@ -211,8 +210,18 @@ def error_call(call_id: int, error: BaseException) -> Call:
     return Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
 
 
+def _owner_of(caller: Caller, header: Header) -> tuple[str, str | None]:
+    """Owner of the keys and the mini-batch of a call. Proven and unproven names never share an owner."""
+    client, mini_batch = header.client, header.mini_batch or None
+    if caller.name:
+        # Several processes can share a proven name. The claimed name separates their mini-batches.
+        return caller.name, None if mini_batch is None else f"{client}/{mini_batch}"
+    # Without the address, which can change before a client repeats a call.
+    return f"{UNPROVEN}{client or ANONYMOUS}", mini_batch
+
+
 def _mini_batch_of(caller: Caller, header: Header) -> tuple[str, str]:
-    client, mini_batch = caller.owner(header.client, header.mini_batch or None)
+    client, mini_batch = _owner_of(caller, header)
     if mini_batch is None:
         raise UsageError(f"{header.kind.name.lower()} requires a mini_batch id")
     return client, mini_batch
