@@ -21,11 +21,10 @@ from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.discovery.etcd import EtcdDirectory
 from torchweft.experts.mixture.fanout import MixtureOptions
 from torchweft.experts.replication import ReplicaOptions
-from torchweft.experts.runtime import Runtime
 from torchweft.experts.schema import Column, FlatSchema
 from torchweft.experts.server.options import ServerOptions
 from torchweft.experts.task import Answer, Task
-from torchweft.experts.task_pool import PoolOptions, TaskPool
+from torchweft.experts.task_pool import PoolOptions, Runtime, TaskPool
 from torchweft.experts.wire import Call, Header, Kind
 
 CALL = Call(Header(kind=Kind.FORWARD, call_id=1, uid="a"))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.experts.concurrency import FakeClock
 from torchweft.core.spec import TensorSpec
 from torchweft.experts.schema import Column, FlatSchema
-from torchweft.experts.task import Answer, BatchQueue, Task, answer_waiters
-from torchweft.experts.task_pool import BatchDelay, CallerGroup, PoolOptions, TaskPool
+from torchweft.experts.task import Answer, BatchDelay, BatchQueue, CallerGroup, PoolOptions, Task, answer_waiters
+from torchweft.experts.task_pool import TaskPool
 
 
 def ignore(task: Task) -> None:

@@ -2,9 +2,8 @@
 
 expert.py            ExpertBackend, the public class      registry.py  kinds of experts by name
 schema.py            nested and flat schemas of a call, and the dummy run
-task.py              one request and its futures; the queue of requests
-task_pool.py         options, quotas, delay of batches; tasks of one kind wait here
-runtime.py           one thread per device
+task.py              one request and its futures; the queue of requests, with quotas and delay of batches
+task_pool.py         tasks of one kind wait here; one thread per device takes them
 batch_executor.py    one batch: gathered, run, isolated from faults, applied to weights, sums and keys
 side_effects.py      changes that a module makes when it runs, and undoing them
 gradients.py         guards, and the sums of open mini-batches
@@ -35,8 +34,8 @@ from torchweft.experts.gradients import AccumulationOptions, Guards
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
 from torchweft.experts.registry import ExpertFactory, FeedForward, expert_kinds, make_expert, register_expert
-from torchweft.experts.runtime import Runtime
-from torchweft.experts.task_pool import PoolOptions, TaskPool
+from torchweft.experts.task import PoolOptions
+from torchweft.experts.task_pool import Runtime, TaskPool
 
 if not TYPE_CHECKING:
 

@@ -43,8 +43,8 @@ from torchweft.experts.optimizer_step import (
 from torchweft.experts.schema import FlatSchema, call_schema, check_ranges
 from torchweft.experts.side_effects import SideEffects
 from torchweft.experts.statistics import BackendStatistics
-from torchweft.experts.task import Results
-from torchweft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
+from torchweft.experts.task import CallerGroup, PoolOptions, Results
+from torchweft.experts.task_pool import TaskPool
 from torchweft.experts.telemetry import WorkObserver
 
 

@@ -16,8 +16,8 @@ from torchweft.experts.discovery import Directory
 from torchweft.experts.discovery.registration import LeaseHeartbeat
 from torchweft.experts.errors import AlreadyDeclaredError
 from torchweft.experts.expert import ExpertBackend
-from torchweft.experts.runtime import Runtime
 from torchweft.experts.statistics import DirectoryStatistics, LeaseStatistics, RuntimeStatistics
+from torchweft.experts.task_pool import Runtime
 
 _LOG = logging.getLogger("torchweft.experts.server")
 LEAST_SECONDS = 0.1  # for each thread to end, even if the deadline has passed

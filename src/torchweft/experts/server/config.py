@@ -56,7 +56,7 @@ from torchweft.experts.server.auth import OPEN, Access, Grant, Role
 from torchweft.experts.server.options import ServerOptions, listen_faults
 from torchweft.experts.server.server import Server
 from torchweft.experts.status_page.http import PanelOptions
-from torchweft.experts.task_pool import PoolOptions
+from torchweft.experts.task import PoolOptions
 from torchweft.experts.tls import ClientTls, Pem, ServerTls
 from torchweft.experts.wire.frame import Limits
 
