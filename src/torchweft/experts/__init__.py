@@ -6,8 +6,8 @@ task.py              one request and its futures; the queue of requests, with qu
 task_pool.py         tasks of one kind wait here; one thread per device takes them
 batch_executor.py    one batch: gathered, run, isolated from faults, applied to weights, sums and keys
 side_effects.py      changes that a module makes when it runs, and undoing them
-gradients.py         guards, and the sums of open mini-batches
-optimizer_step.py    the optimizer: made, stepped, saved, loaded; idempotency.py  keys of applied requests
+gradients.py         guards, and the step                 accumulation.py  the sums of open mini-batches
+optimizer_state.py   the optimizer: made, saved, loaded   idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
 checkpoint.py        state that survives the process      serialization.py  state dicts as safetensors files
 errors.py            all errors and warnings
@@ -29,8 +29,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Otherwise gRPC prints a line on a client's stderr when a server ends with a call open, although that is no fault.
 
 from torchweft.core.spec import Dim, TensorSpec
+from torchweft.experts.accumulation import AccumulationOptions
 from torchweft.experts.expert import ExpertBackend
-from torchweft.experts.gradients import AccumulationOptions, Guards
+from torchweft.experts.gradients import Guards
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
 from torchweft.experts.registry import ExpertFactory, FeedForward, expert_kinds, make_expert, register_expert
