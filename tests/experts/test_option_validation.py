@@ -16,7 +16,7 @@ from torchweft.core.validation import MAX_SECONDS, Validator
 from torchweft.experts import AccumulationOptions, GraphBudget, Guards, IdempotencyOptions
 from torchweft.experts.client import RemoteExpert
 from torchweft.experts.client.retry import Retry
-from torchweft.experts.client.stream import PendingCalls
+from torchweft.experts.client.transport import PendingCalls
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.discovery.etcd import EtcdDirectory
 from torchweft.experts.mixture.fanout import MixtureOptions

@@ -9,8 +9,7 @@ from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
 from torchweft.experts.client import GrpcTransport, Retry
-from torchweft.experts.client.calls import RetryingCaller
-from torchweft.experts.client.transport import FixedResolver
+from torchweft.experts.client.calls import FixedResolver, RetryingCaller
 from torchweft.experts.server import Server
 from torchweft.experts.wire import LIMITS, Call, Header, Kind, Limits
 from torchweft.experts.wire.frame import MESSAGE_BYTES

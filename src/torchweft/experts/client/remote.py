@@ -23,7 +23,8 @@ from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import UsageError, WeftError, escape
 from torchweft.core.validation import Validator, uid_fault
 from torchweft.experts.address import address_fault
-from torchweft.experts.client.calls import RetryingCaller, Steps, run_all, run_steps
+from torchweft.experts.client.calls import FixedResolver, RetryingCaller, Steps, run_all, run_steps
+from torchweft.experts.client.connections import Connections, DirectoryResolver, fixed_faults
 from torchweft.experts.client.futures import ExpertFuture, submit
 from torchweft.experts.client.remote_function import (
     ExpertCall,
@@ -35,14 +36,7 @@ from torchweft.experts.client.remote_function import (
 from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.status import fetch_state, set_hyperparameters
 from torchweft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey, Signature
-from torchweft.experts.client.transport import (
-    Connections,
-    DirectoryResolver,
-    FixedResolver,
-    GrpcTransport,
-    Transport,
-    fixed_faults,
-)
+from torchweft.experts.client.transport import GrpcTransport, Transport
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery import Directory
 from torchweft.experts.fork_guard import Closing, finalizer

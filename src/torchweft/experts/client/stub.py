@@ -31,8 +31,7 @@ from torch import Tensor
 from torchweft.core.errors import SpecError, WeftError, join_faults
 from torchweft.core.pytree import difference, flatten, structure_paths
 from torchweft.experts import errors
-from torchweft.experts.client.calls import RemoteCall, RetryingCaller, Steps, run_steps
-from torchweft.experts.client.transport import FixedResolver
+from torchweft.experts.client.calls import FixedResolver, RemoteCall, RetryingCaller, Steps, run_steps
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery.fencing import number_of, replaced
 from torchweft.experts.schema import FlatSchema, NestedSchema, call_schema, output_schema

@@ -26,6 +26,7 @@ from torchweft.core.rng import lock_released
 from torchweft.core.validation import Validator, is_whole
 from torchweft.experts import errors
 from torchweft.experts.client.calls import CallLoop, RemoteCall, RetryingCaller
+from torchweft.experts.client.connections import Connections, DirectoryResolver
 from torchweft.experts.client.remote_function import RecomputeCache
 from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.stub import (
@@ -37,7 +38,6 @@ from torchweft.experts.client.stub import (
     RequestBuilder,
     Signature,
 )
-from torchweft.experts.client.transport import Connections, DirectoryResolver
 from torchweft.experts.discovery import Snapshot
 from torchweft.experts.mixture.routing import Grid, LiveExperts, RowSpan
 from torchweft.experts.wire import Received

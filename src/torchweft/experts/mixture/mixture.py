@@ -23,10 +23,10 @@ from torchweft.core.autograd import apply_as_node, graph_break
 from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import SpecError, UsageError
 from torchweft.core.validation import Validator, is_number
+from torchweft.experts.client.connections import Connections
 from torchweft.experts.client.remote_function import RemoteLayer, reject_tangents
 from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.stub import IdempotencyKey, RequestBuilder
-from torchweft.experts.client.transport import Connections
 from torchweft.experts.compression import Policy
 from torchweft.experts.mixture import routing
 from torchweft.experts.mixture.fanout import CachedCall, ExpertPool, MixtureCall, MixtureOptions, MixtureStatistics

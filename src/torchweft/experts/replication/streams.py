@@ -27,10 +27,10 @@ import torch
 
 from torchweft.core.errors import WeftError
 from torchweft.experts import errors
-from torchweft.experts.client.transport import open_channel, unreachable
+from torchweft.experts.client.transport import open_channel
 from torchweft.experts.fork_guard import GrpcThreads
 from torchweft.experts.replication.replica import Replica, ReplicaOptions, StateVersion, newer
-from torchweft.experts.tls import check_address
+from torchweft.experts.tls import check_address, unreachable
 from torchweft.experts.wire import Call, Header, Kind, Limits, Received, decode, encode, read_fault, write_fault
 from torchweft.experts.wire.service import STATE, token_metadata
 
