@@ -12,7 +12,7 @@ from torchweft.core.errors import UsageError
 from torchweft.experts.client import Connections, commit, discard
 from torchweft.experts.client.calls import FixedResolver, RetryingCaller, run_steps
 from torchweft.experts.client.connections import DirectoryResolver
-from torchweft.experts.client.remote_function import RecomputeCache, RemoteLayer
+from torchweft.experts.client.layer import RecomputeCache, RemoteLayer
 from torchweft.experts.client.stub import CallOptions, ExpertStub, PendingCommit
 from torchweft.experts.client.transport import PendingCalls
 from torchweft.experts.discovery import LocalDirectory

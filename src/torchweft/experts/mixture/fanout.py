@@ -27,7 +27,7 @@ from torchweft.core.validation import Validator, is_whole
 from torchweft.experts import errors
 from torchweft.experts.client.calls import CallLoop, RemoteCall, RetryingCaller
 from torchweft.experts.client.connections import Connections, DirectoryResolver
-from torchweft.experts.client.remote_function import RecomputeCache
+from torchweft.experts.client.layer import RecomputeCache
 from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.stub import (
     CallOptions,

@@ -24,7 +24,8 @@ from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import SpecError, UsageError
 from torchweft.core.validation import Validator, is_number
 from torchweft.experts.client.connections import Connections
-from torchweft.experts.client.remote_function import RemoteLayer, reject_tangents
+from torchweft.experts.client.layer import RemoteLayer
+from torchweft.experts.client.remote import choose_anchor, reject_tangents
 from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.stub import IdempotencyKey, RequestBuilder
 from torchweft.experts.compression import Policy
@@ -239,7 +240,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         if capacity is not None and call.cached is None:
             client.counters.add("dropped", chosen.numel() - len(dispatch.rows))
         reject_tangents(experts, flat)
-        anchor = self.anchor_for(f"{experts} are", call.signature.trained, flat)
+        anchor = choose_anchor(self.anchor, f"{experts} are", call.signature.trained, flat)
         leaves = [anchor, *flat]
         # In a checkpoint, backward goes through the recomputed forward, so a graph kept for this one would be wasted.
         needs_graph = torch.is_grad_enabled() and not is_checkpointing() and any(x.requires_grad for x in leaves)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, join_faults
 from torchweft.experts import errors
 from torchweft.experts.client.calls import run_all
-from torchweft.experts.client.remote_function import ONLY_ONCE
+from torchweft.experts.client.remote import ONLY_ONCE
 from torchweft.experts.client.stub import IdempotencyKey, PendingCommit
 from torchweft.experts.mixture.fanout import (
     Direction,
