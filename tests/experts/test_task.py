@@ -14,7 +14,7 @@ from tests.experts.concurrency import FakeClock
 from torchweft.core.spec import TensorSpec
 from torchweft.experts.schema import Column, FlatSchema
 from torchweft.experts.task import Answer, BatchDelay, BatchQueue, CallerGroup, PoolOptions, Task, answer_waiters
-from torchweft.experts.task_pool import TaskPool
+from torchweft.experts.task_pool import Runtime, TaskPool
 
 
 def ignore(task: Task) -> None:
@@ -264,7 +264,7 @@ SCHEMA = FlatSchema([Column("x", TensorSpec((None, 1), torch.float32))])
 ROW = torch.zeros(1, 1)
 
 
-class WaitingPool:
+class WaitingPool(Runtime):
     """Pool whose last batch took 20 s for four callers, and the pool's runtime, which counts wake-ups."""
 
     name = "runtime"

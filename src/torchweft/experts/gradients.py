@@ -27,6 +27,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchweft.core.validation import Validator, is_number
 from torchweft.experts.errors import GradientError, StepError
@@ -198,6 +199,22 @@ def has_same_layout(parameter: Tensor, gradient: Tensor) -> bool:
         return gradient.is_contiguous()
     dense = torch.empty_like(parameter, device="meta")  # the layout of optimizer states
     return gradient.stride() == dense.stride()
+
+
+def unfuse_on_demand(optimizer: Optimizer) -> None:
+    # A fused step is one kernel over all parameters, and takes a tenth of the time. But PyTorch rejects sparse
+    # gradients, and parameters of which only some have momentum, within the step, when some weights have changed
+    # already.
+    def before_step(*_: object) -> None:
+        for group in optimizer.param_groups:
+            stepped = [p for p in group["params"] if p.grad is not None] if group.get("fused") else []
+            without_momentum = {optimizer.state.get(p, {}).get("momentum_buffer") is None for p in stepped}
+            mixed = group.get("momentum") and len(without_momentum) == 2
+            if mixed or any([p.grad.is_sparse for p in stepped]):
+                for other in optimizer.param_groups:
+                    other["fused"] = None
+
+    optimizer.register_step_pre_hook(before_step)
 
 
 class OptimizerStep:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, suggest
-from torchweft.experts.gradients import has_same_layout, match_layout
+from torchweft.experts.gradients import has_same_layout, match_layout, unfuse_on_demand
 
 # An optimizer, or a function that makes one for a list of parameters.
 OptimizerLike = Optimizer | Callable[..., Optimizer]
@@ -92,7 +92,7 @@ def make_optimizer(optimizer: OptimizerLike, parameters: Sequence[nn.Parameter])
             "a list of parameters"
         )
     if fused:
-        _unfuse_on_demand(made)
+        unfuse_on_demand(made)
     return made
 
 
@@ -107,22 +107,6 @@ def make_schedule(schedule: ScheduleLike | None, optimizer: Optimizer | None) ->
     if made.optimizer is not optimizer:
         raise UsageError("the schedule adjusts another optimizer; pass a function that makes it for one")
     return made
-
-
-def _unfuse_on_demand(optimizer: Optimizer) -> None:
-    # A fused step is one kernel over all parameters, and takes a tenth of the time. But PyTorch rejects sparse
-    # gradients, and parameters of which only some have momentum, within the step, when some weights have changed
-    # already.
-    def before_step(*_: object) -> None:
-        for group in optimizer.param_groups:
-            stepped = [p for p in group["params"] if p.grad is not None] if group.get("fused") else []
-            without_momentum = {optimizer.state.get(p, {}).get("momentum_buffer") is None for p in stepped}
-            mixed = group.get("momentum") and len(without_momentum) == 2
-            if mixed or any([p.grad.is_sparse for p in stepped]):
-                for other in optimizer.param_groups:
-                    other["fused"] = None
-
-    optimizer.register_step_pre_hook(before_step)
 
 
 def _accepts_fused(factory: Callable[..., Optimizer]) -> bool:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from math import isnan
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -374,6 +374,7 @@ def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadlin
         raise UsageError(join_faults(f"invalid metadata of a task for pool {pool!r}:", faults))
 
 
+@runtime_checkable
 class HasPools(Protocol):
     """Such as an `ExpertBackend`."""
 

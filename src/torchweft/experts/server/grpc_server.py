@@ -43,7 +43,7 @@ from torchweft.experts.server.auth import Caller, Role, authenticate
 from torchweft.experts.server.dispatcher import RequestDispatcher, error_call
 from torchweft.experts.server.operations import Operations
 from torchweft.experts.server.options import ServerOptions
-from torchweft.experts.server.server_stream import ByteBudget, ServerStream
+from torchweft.experts.server.server_stream import ByteBudget, NetworkLoop, ServerStream, next_message
 from torchweft.experts.tls import ServerTls
 from torchweft.experts.wire import Call, Header, Kind, decode, encode, service
 from torchweft.experts.wire.frame import MESSAGE_BYTES
@@ -90,7 +90,7 @@ class GrpcServer:
         listening: Future[int] = Future()
 
         def run() -> None:
-            with asyncio.Runner(loop_factory=_Loop) as runner:
+            with asyncio.Runner(loop_factory=NetworkLoop) as runner:
                 runner.run(self._serve(listening))
 
         self._thread = threading.Thread(target=run, name="torchweft-server", daemon=True)
@@ -232,7 +232,7 @@ class GrpcHandlers:
                 await context.send_initial_metadata(((service.FRAME_BYTES, str(self._options.limits.frame_bytes)),))
                 if self._dispatcher.draining is not None:
                     connection.send(_GOAWAY)
-                await connection.serve(partial(_next_message, context), context.write)
+                await connection.serve(partial(next_message, context), context.write)
             finally:
                 self.connections.discard(connection)
                 self._broken += connection.is_broken
@@ -303,7 +303,7 @@ class GrpcHandlers:
                 await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many servers follow this one")
             else:
                 check = partial(dispatcher.check_role, caller, wanted=Role.ADMIN, what="its state", kind="STATE")
-                await streams.serve(partial(_next_message, context), context.write, check)
+                await streams.serve(partial(next_message, context), context.write, check)
 
     @asynccontextmanager
     async def _admit_caller(self, context: Any, what: str) -> AsyncGenerator[Caller]:
@@ -348,22 +348,9 @@ class GrpcHandlers:
         await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, why)
 
 
-class _Loop(asyncio.SelectorEventLoop):
-    # All asyncio servers of a process share gRPC's poller. It also delivers late events to loops that were closed, and
-    # an exception there would lose the events of the other servers.
-    def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
-        with suppress(RuntimeError):
-            return super().call_soon_threadsafe(*args, **options)
-
-
-async def _next_message(context: Any) -> Any:
-    message = await context.read()
-    return None if message is _aio.EOF else message
-
-
 async def _next_request(context: Any) -> Any:
     async with asyncio.timeout(_REQUEST_SECONDS):
-        return await _next_message(context)
+        return await next_message(context)
 
 
 def _listen(server: Any, address: str, tls: ServerTls | None) -> int:

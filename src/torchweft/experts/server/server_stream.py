@@ -20,8 +20,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
+
+from grpc import aio
 
 from torchweft.experts.errors import OverloadError, QuotaError, TruncatedError, WireError
 from torchweft.experts.server.auth import Caller
@@ -31,6 +34,7 @@ from torchweft.experts.task import Results
 from torchweft.experts.wire import Call, Frame, Limits, Received, encode
 from torchweft.experts.wire.service import COALESCED
 
+_aio = cast("Any", aio)
 Read = Callable[[], Coroutine[Any, Any, Any]]  # the next message, None at the end
 Write = Callable[[bytes], Awaitable[Any]]
 _ROOM_SECONDS = 5.0  # that a frame in parts waits for room
@@ -103,6 +107,14 @@ class ByteBudget:
     @property
     def _usage(self) -> str:
         return f"streams and running calls at this server take {self.streams + self.held} of {self.most} bytes"
+
+
+class NetworkLoop(asyncio.SelectorEventLoop):
+    # All asyncio servers of a process share gRPC's poller. It also delivers late events to loops that were closed, and
+    # an exception there would lose the events of the other servers.
+    def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
+        with suppress(RuntimeError):
+            return super().call_soon_threadsafe(*args, **options)
 
 
 class _Outbox:
@@ -294,3 +306,8 @@ def _encode_frames(calls: list[Call], limits: Limits) -> list[bytes]:
         if len(calls) == 1:
             return [encode([error_call(calls[0].header.call_id, error)], limits)]
         return [frame for call in calls for frame in _encode_frames([call], limits)]
+
+
+async def next_message(context: Any) -> Any:
+    message = await context.read()
+    return None if message is _aio.EOF else message
