@@ -318,7 +318,7 @@ def test_wait_in_vain_is_half_a_batch_and_not_repeated(monkeypatch: pytest.Monke
 URGENT: dict[str, Callable[[TaskPool], object]] = {
     "deadline in less than ten delays": lambda pool: pool.submit_task(ROW, deadline=time.monotonic() + 60.0),
     "full batch": lambda pool: pool.submit_task(torch.zeros(4, 1)),
-    "closed pool": lambda pool: (pool.submit_task(ROW), pool.close_pool("the test ends")),
+    "closed pool": lambda pool: (pool.submit_task(ROW), pool.set_closed("the test ends")),
 }
 
 

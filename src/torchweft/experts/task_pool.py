@@ -277,14 +277,8 @@ class TaskPool:
     def assign_runtime(self, runtime: "Runtime | None") -> None:
         self._runtime = runtime
 
-    def open_pool(self) -> None:
-        self._set_closed(None)
-
-    def close_pool(self, reason: str) -> None:
-        """Reject new tasks with a `ClosedError`. Tasks that wait can still run, without delay."""
-        self._set_closed(reason)
-
-    def _set_closed(self, reason: str | None) -> None:
+    def set_closed(self, reason: str | None) -> None:
+        """Reject new tasks with a `ClosedError`, or accept them again. Tasks that wait can run, without delay."""
         with self._lock:
             self.pending.set_closed(reason)
         self._wake_runtime()
@@ -424,7 +418,7 @@ class Runtime:
                 self._claim_pools(pools)
             self._pools.update(dict.fromkeys(pools, False))
         for pool in pools if runs else ():
-            pool.open_pool()
+            pool.set_closed(None)
 
     def remove(self, *served: HasPools | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Close these pools, wait until their accepted tasks are done (with ``drain``), and forget them.
@@ -464,7 +458,7 @@ class Runtime:
             )
             self._thread.start()
         for pool in pools:
-            pool.open_pool()
+            pool.set_closed(None)
 
     def shutdown(self, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Reject new tasks, finish accepted ones (with ``drain``), and end the thread. Can be called again.
@@ -519,7 +513,7 @@ class Runtime:
         """Reject new tasks, wait until ``end`` for accepted ones if a thread works on them, and fail the rest."""
         # All are closed before the first wait, so that the wait for one does not let tasks into the others.
         for pool in pools:
-            pool.close_pool(reason)
+            pool.set_closed(reason)
         for pool in pools:
             if self._thread is not None:
                 pool.wait_until_idle(max(0.0, end - time.monotonic()))

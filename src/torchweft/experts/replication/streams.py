@@ -222,7 +222,7 @@ class _LeaderStream:
 
     async def _send_state(self, waiting: _OpenRequest, replica: Replica) -> None:
         # In a thread, because it waits for the lock of the expert, and the event loop serves all other clients.
-        encoded = await asyncio.get_running_loop().run_in_executor(None, replica.encode, _MAX_WAIT)
+        encoded = await asyncio.get_running_loop().run_in_executor(None, replica.state.encode, _MAX_WAIT)
         if encoded is None:  # a batch is running; the next round tries again
             return
         version, data = encoded

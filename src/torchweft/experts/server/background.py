@@ -30,7 +30,8 @@ class PeriodicTask:
     # then that the task works again.
     def __init__(self, name: str, seconds: float, retry_seconds: float, act: Callable[[], object]) -> None:
         self.last_failure: Exception | None = None
-        self._name, self._seconds, self._retry_seconds, self._act = name, seconds, retry_seconds, act
+        self.act = act
+        self._name, self._seconds, self._retry_seconds = name, seconds, retry_seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run_turns, name=f"torchweft-{name}", daemon=True)
 
@@ -45,15 +46,12 @@ class PeriodicTask:
             self._thread.join(0.0 if waited else max(0.0, timeout))
         return not self._thread.is_alive()
 
-    def run_turn(self) -> None:
-        self._act()
-
     def _run_turns(self) -> None:
         pause = self._seconds
         while not self._stop.wait(pause):
             start, pause = time.monotonic(), self._seconds
             try:
-                self.run_turn()
+                self.act()
             except Exception as error:
                 pause = self._retry_seconds
                 if self.last_failure is None:

@@ -124,7 +124,7 @@ class HostedExpert:
         for note in self.notes:
             _LOG.warning("expert %r: %s", backend.name, escape(note))
         if self.replica is not None:
-            self.replica.restored(token)
+            self.replica.state.confirm(token)
 
     def _load(self, found: Checkpoint, advice: str) -> tuple[list[str], int]:
         """Load state and keys of a checkpoint. Returns notes, and the token of its owner."""
