@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ from torchweft.experts.mixture.fanout import (
 from torchweft.experts.mixture.routing import CombineBuffer, Dispatch, RowSpan, finite_rows
 
 _CPU = torch.device("cpu")
-Phase = Literal["prepare", "commit"]  # of a commit
 # Errors after which the server does not hold the sum any more.
 _GONE = (errors.CommitError, errors.GradientError, errors.StepError)
 
@@ -86,7 +84,7 @@ class MixtureCommit:
     def prepare(self, client: ExpertPool) -> None:
         """Raise ``MixtureCommitError`` if too few experts can step. The others keep their sums for `commit`."""
         pending, complete, incomplete = self._open_sums(client)
-        faults = {**incomplete, **self._send(client, pending, complete, "prepare")}
+        faults = {**incomplete, **_send_phase(client, pending, complete, prepares=True)}
         if len(pending) - len(faults) < client.options.steps_wanted(len(pending)):
             head = (
                 f"commit of a mixture: {len(faults)} of {len(pending)} experts cannot step, and none has stepped. Call "
@@ -97,7 +95,7 @@ class MixtureCommit:
     def commit(self, client: ExpertPool) -> dict[str, bool]:
         pending, complete, incomplete = self._open_sums(client)
         needed = client.options.steps_wanted(len(pending))
-        faults = {**incomplete, **self._send(client, pending, complete, "commit")}
+        faults = {**incomplete, **_send_phase(client, pending, complete)}
         stepped = {uid: mini_batch for uid, mini_batch in pending.items() if uid not in faults}
         # The failed ones stay open, so that a second commit() has the same names, and steps each at most once.
         self.close(stepped)
@@ -126,15 +124,6 @@ class MixtureCommit:
             raise _commit_error(head, incomplete) from failure
         return pending, complete, incomplete
 
-    def _send(
-        self, client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Sequence[str], phase: Phase
-    ) -> dict[str, BaseException]:
-        failed = _send_phase(client, pending, complete, phase)
-        for uid, fault in failed.items():
-            if isinstance(fault, _GONE):
-                pending[uid].record_failure(fault)
-        return failed
-
     def __deepcopy__(self, memo: object) -> "MixtureCommit":
         return MixtureCommit(self.accumulates)
 
@@ -143,7 +132,7 @@ def commit_parts(client: ExpertPool, parts: Mapping[str, PendingCommit]) -> None
     """One step of each expert that was called several times in a backward that does not accumulate."""
     complete, incomplete = _separate_complete(parts)
     # An expert that lacks a part does not step.
-    failed = _send_phase(client, parts, complete, "commit")
+    failed = _send_phase(client, parts, complete)
     client.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
     if failed:
         head = f"backward of a mixture, sent in parts: {len(failed)} experts are not known to have stepped with it:"
@@ -151,19 +140,22 @@ def commit_parts(client: ExpertPool, parts: Mapping[str, PendingCommit]) -> None
 
 
 def _send_phase(
-    client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Sequence[str], phase: Phase
+    client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Sequence[str], *, prepares: bool = False
 ) -> dict[str, BaseException]:
-    """Prepare or commit the complete ones, all at once. Returns faults by expert."""
+    """Commit the complete ones, or only prepare that, all at once. Returns faults by expert."""
     if not complete:
         return {}
-    deadline, prepares = time.monotonic() + client.options.backward_timeout, phase == "prepare"
+    deadline = time.monotonic() + client.options.backward_timeout
     steps = [client.stub(uid).commit(pending[uid], deadline, prepares=prepares) for uid in complete]
     runs = run_all(steps, settle=True)
     for run in runs:
         if isinstance(run.error, errors.StepsLostWarning):  # the user's filter has turned it into an error
             run.take()
     faults = {uid: run.error for uid, run in zip(complete, runs, strict=True) if run.error is not None}
-    if phase == "commit":
+    for uid, fault in faults.items():
+        if isinstance(fault, _GONE):
+            pending[uid].record_failure(fault)
+    if not prepares:
         client.counters.add_fan_out("commit", len(complete), faults.values())
     return faults
 
