@@ -42,7 +42,7 @@ from torchweft.experts.task import (
     Task,
     answer_waiters,
 )
-from torchweft.experts.telemetry import WorkObserver, process_observed
+from torchweft.experts.telemetry import WorkObserver
 
 
 class PoolCounters:
@@ -258,7 +258,7 @@ class TaskPool:
         """Work on a batch from `next_batch` and answer every task in it. Raises only `DeviceLostError`."""
         start, watch = time.monotonic(), self._observer
         try:
-            answers = self.process(tasks) if watch is None else process_observed(self.process, self.name, tasks, watch)
+            answers = self.process(tasks) if watch is None else watch.process(self.process, self.name, tasks)
             if len(answers) != len(tasks):
                 raise errors.ExpertError(f"pool {self.name!r} got {len(answers)} answers for {len(tasks)} tasks")
         except BaseException as error:  # a fault of the process, not of a task, but every waiter needs an answer
