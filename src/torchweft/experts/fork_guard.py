@@ -23,7 +23,7 @@ _SUFFIX = "(_run)"  # of the names of gRPC's threads: Thread-7 (_run)
 _inherited: list[object] = []
 
 
-class Closing:
+class ContextManager:
     """A context manager that closes itself at the end of its block."""
 
     def close(self) -> None:

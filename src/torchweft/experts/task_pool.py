@@ -369,7 +369,7 @@ def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadlin
 
 
 @runtime_checkable
-class HasPools(Protocol):
+class PoolOwner(Protocol):
     """Such as an `ExpertBackend`."""
 
     @property
@@ -391,7 +391,7 @@ class Runtime:
         ...     (y,) = expert.get_pools()[0].submit_task(torch.randn(4, 8)).result(10)
     """
 
-    def __init__(self, served: Iterable[HasPools | TaskPool] = (), *, name: str = "cpu") -> None:
+    def __init__(self, served: Iterable[PoolOwner | TaskPool] = (), *, name: str = "cpu") -> None:
         self.name = name
         self.lost: str | None = None  # the error that ended its thread
         self._state = threading.Condition()
@@ -403,7 +403,7 @@ class Runtime:
         self._batches, self._busy, self._started_at = 0, 0.0, 0.0
         self.add(*served)
 
-    def add(self, *served: HasPools | TaskPool) -> None:
+    def add(self, *served: PoolOwner | TaskPool) -> None:
         """Work on these too. Raises ``UsageError``, and adds none, if one is here or another runtime works on it."""
         pools = _pools_of(served)
         with self._state:
@@ -420,7 +420,7 @@ class Runtime:
         for pool in pools if runs else ():
             pool.set_closed(None)
 
-    def remove(self, *served: HasPools | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
+    def remove(self, *served: PoolOwner | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Close these pools, wait until their accepted tasks are done (with ``drain``), and forget them.
 
         Tasks that are not done in time fail with `ClosedError`. Returns whether all their batches have ended.
@@ -576,5 +576,5 @@ class Runtime:
             return None
 
 
-def _pools_of(served: Iterable[HasPools | TaskPool]) -> list[TaskPool]:
+def _pools_of(served: Iterable[PoolOwner | TaskPool]) -> list[TaskPool]:
     return [pool for item in served for pool in ([item] if isinstance(item, TaskPool) else item.pools)]

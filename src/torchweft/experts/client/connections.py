@@ -24,7 +24,7 @@ from torchweft.experts.client.transport import (
     TransportStatistics,
 )
 from torchweft.experts.discovery import Directory, LocalDirectory, Snapshot, Watch
-from torchweft.experts.fork_guard import Closing, finalizer
+from torchweft.experts.fork_guard import ContextManager, finalizer
 from torchweft.experts.tls import ClientTls, address_faults, credential_faults, directory_faults
 from torchweft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode, read_fault
 
@@ -34,7 +34,7 @@ _LISTED = 10  # most names in a message; there can be as many as experts
 Handler = Callable[[Received, Callable[[Call], None]], Any]
 
 
-class Connections(Closing):
+class Connections(ContextManager):
     """Transports by address, and the directory's snapshot. Thread-safe. A context manager.
 
     Args:

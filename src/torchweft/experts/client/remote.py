@@ -48,7 +48,7 @@ from torchweft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKe
 from torchweft.experts.client.transport import GrpcTransport, Transport
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery import Directory
-from torchweft.experts.fork_guard import Closing, finalizer
+from torchweft.experts.fork_guard import ContextManager, finalizer
 from torchweft.experts.tls import ClientTls, credential_faults
 from torchweft.experts.wire.service import Description
 
@@ -197,7 +197,7 @@ def reject_tangents(name: str, inputs: Sequence[Tensor]) -> None:
         )
 
 
-class RemoteExpert(RemoteLayer, Closing):
+class RemoteExpert(RemoteLayer, ContextManager):
     """An expert of a server as a layer. Any number of threads can call it at once.
 
     Args:

@@ -33,7 +33,7 @@ from torchweft.core.errors import UsageError, WeftError
 from torchweft.core.validation import MAX_SECONDS, Validator
 from torchweft.experts import errors
 from torchweft.experts.address import address_fault
-from torchweft.experts.fork_guard import Closing, GrpcThreads, check_fork, finalizer
+from torchweft.experts.fork_guard import ContextManager, GrpcThreads, check_fork, finalizer
 from torchweft.experts.tls import ClientTls, check_address, credential_faults, unreachable
 from torchweft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode_parts, read_fault, service
 
@@ -349,7 +349,7 @@ class Stream:
         return errors.LostError(f"the connection to {address} ended before the answer came: {why}")
 
 
-class BaseTransport(Closing):
+class BaseTransport(ContextManager):
     def __init__(self, address: str) -> None:
         self._pending = PendingCalls(address)
         self._finalizer: Callable[[], object] = self._pending.close

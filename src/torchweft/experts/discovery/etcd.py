@@ -54,7 +54,7 @@ from torchweft.experts.discovery.directory import (
 )
 from torchweft.experts.discovery.fencing import new_epoch, number_of, token_of
 from torchweft.experts.errors import DirectoryUnavailableError
-from torchweft.experts.fork_guard import Closing, ForkGuard, GrpcThreads, check_fork
+from torchweft.experts.fork_guard import ContextManager, ForkGuard, GrpcThreads, check_fork
 from torchweft.experts.protobuf import load_messages
 from torchweft.experts.tls import Certificates
 
@@ -204,7 +204,7 @@ def open_directory(address: str, *, tls: EtcdTls | None = None, timeout: float =
     return EtcdDirectory(endpoints, namespace=namespace or "torchweft", tls=tls, timeout=timeout)
 
 
-class EtcdDirectory(Closing, Directory):
+class EtcdDirectory(ContextManager, Directory):
     """The protocol `Directory`, in etcd. A context manager. The first call connects.
 
     Args:
