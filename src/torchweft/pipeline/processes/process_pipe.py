@@ -133,10 +133,12 @@ class GroupLayout(PipeLayout):
         stages, size = len(settings.balance), self.group.size()
         table = build(settings.schedule, stages, settings.chunks)
         if len(table.workers) != size:
+            enough = self._cut_setting == "split" or sum(settings.balance) >= size
+            remedy = f"make {size} stages by {self._cut_setting}=" if enough else f"give the model {size} layers"
             raise ScheduleError(
                 f"the schedule has {len(table.workers)} workers for {stages} stages, but the group has {size} ranks, "
                 f"one per worker; start {len(table.workers)} ranks (torchrun --nproc-per-node {len(table.workers)} on "
-                f"one machine), or make {size} stages by {self._cut_setting}=, or change schedule="
+                f"one machine), or {remedy}, or change schedule="
             )
         check_transfers(table)
         return table.worker_of
