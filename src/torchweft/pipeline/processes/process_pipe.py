@@ -28,7 +28,6 @@ from torchweft.pipeline.processes.loans import BorrowingStage, Loans
 from torchweft.pipeline.processes.ownership import (
     HiddenTensors,
     find_uses,
-    first_users,
     placeholder_of,
     plan_loans,
     reject_shared,
@@ -194,8 +193,8 @@ class GroupLayout(PipeLayout):
         self._reject_new_cuts(settings)
         stages, crossing = self.stages(settings, layers)
         loans = self._planned_loans(settings)
-        for number, slots in loans.slots.items():
-            cast(BorrowingStage, stages[number]).set_slots(slots)
+        for number, places in loans.places.items():
+            cast(BorrowingStage, stages[number]).set_places(places)
         placement = Placement(self._connect(), self._stage_ranks, loans, settings.output == "all", self._checks_batches)
         options = settings.checkpoint, "serial", *self._fixed.of_runtime
         return ProcessRuntime(placement, stages, crossing, *options, allows_external_loss=allows_external_loss)
@@ -318,8 +317,8 @@ class ProcessLayout(GroupLayout):
         buffers = (use for use in uses if not isinstance(use.tensor, nn.Parameter))
         shared = ((id(use.tensor), use.name.rpartition(".")[0], use.stage) for use in buffers)
         reject_shared(shared, workers, headline)
-        owners = first_users(uses, workers)
-        self._loans = plan_loans(uses, owners, workers, rank, {id(use.tensor): use.slot for use in reversed(uses)})
+        owners = {id(use.tensor): workers[use.stage] for use in reversed(uses)}  # the first use counts
+        self._loans = plan_loans(uses, owners, workers, rank, layers)
         self._hidden = HiddenTensors(uses, owners, rank, placeholder_of)
         for _, layer in layers:
             if not on_meta(layer):
