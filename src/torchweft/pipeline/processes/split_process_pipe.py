@@ -24,9 +24,7 @@ from torchweft.pipeline.sequential import CurrentRuntime, MakePipe, PipeSettings
 from torchweft.pipeline.split.auto import Arguments
 from torchweft.pipeline.split.isolation import place_tensor
 from torchweft.pipeline.split.model_programs import SplitModel
-from torchweft.pipeline.split.program import (
-    Program,
-)
+from torchweft.pipeline.split.program import Program
 from torchweft.pipeline.split.split_pipe import SplitLayout, split_of
 from torchweft.pipeline.weights import map_tensors
 
