@@ -35,6 +35,9 @@ GRIDS: dict[str, dict[Way, tuple[int, ...]]] = {  # values: rows of the batches.
     "ways": {way: ((8, 5), (7, 4))[(n // 4 + n // 2 + n) % 2] for n, way in enumerate(WAYS)},
     "whole": {way: (8, 7, 5, 4) for way in WAYS},
 }
+# Of Hugging Face: models of a quick run, and one of each kind (ties, two inputs, experts, caches) for all settings.
+QUICK, FAMILIES = ("gpt2", "llama", "bert", "vit"), ("gpt2", "t5", "mixtral", "llava")
+REST = [name for name in HUGGING if name not in QUICK]
 absent = importlib.util.find_spec("transformers") is None
 needs_transformers = pytest.mark.skipif(absent, reason="there is no transformers; the extra `hf` brings it")
 
@@ -77,9 +80,10 @@ def piped(pipe: weft.Pipe, spec: Entry, inputs: dict[str, Any]) -> Tensor:
     ("name", "grid"),
     [
         *((name, "pairs") for name in OWN),
-        *(pytest.param(name, "pairs", marks=needs_transformers) for name in ("gpt2", "llama", "bert", "vit")),
+        *(pytest.param(name, "pairs", marks=needs_transformers) for name in QUICK),
+        *(pytest.param(name, "pairs", marks=[pytest.mark.long, needs_transformers]) for name in REST),
         *(pytest.param(name, "whole", marks=pytest.mark.long) for name in OWN),
-        *(pytest.param(name, "ways", marks=[pytest.mark.long, needs_transformers]) for name in HUGGING),
+        *(pytest.param(name, "ways", marks=[pytest.mark.long, needs_transformers]) for name in FAMILIES),
     ],
 )
 def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str, grid: str) -> None:
