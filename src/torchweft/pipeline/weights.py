@@ -38,7 +38,7 @@ def build_on_meta() -> Generator[None]:
         ...     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         >>> model[0].weight.device, model[1].running_mean.device
         (device(type='meta'), device(type='cpu'))
-        >>> pipe = weft.Pipe(model, chunks=2, devices=["cpu", "cpu"]).materialize()
+        >>> pipe = weft.Pipe(model, chunks=2, devices=["cpu", "cpu"], deferred_batch_norm=True).materialize()
         >>> pipe[0].weight.device
         device(type='cpu')
     """
