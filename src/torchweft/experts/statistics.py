@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 Status = Mapping[str, Any]  # A part of `Server.status()`, also after a round trip through JSON
 
@@ -192,8 +192,7 @@ class LeaseStatistics:
     latest: float
 
 
-@dataclass(frozen=True)
-class DirectoryStatistics:
+class DirectoryStatistics(TypedDict):
     """Living ``servers`` by address, with the numbers of experts that each lists and owns. ``here``: this one."""
 
     here: str
