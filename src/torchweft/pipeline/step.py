@@ -491,7 +491,21 @@ class CutStep:
             executor.open(f"the backward{self.step.name}")
             with self._caller.restored():
                 result = self._gradients(gradients, retain=retain)
-            reports = executor.commit(None if executor.alone else self._loss_gradient(gradients))
+        except BaseException as error:
+            executor.abort(error)
+            raise
+        if not executor.alone:
+            executor.end_backward(partial(self._commit, gradients))
+        # Plain autograd would not reach these parameters, so their hooks must not be called with None.
+        silence_unused_hooks([x for x, gradient in zip(self.tensors, result, strict=True) if gradient is None])
+        return result
+
+    def _commit(self, gradients: Sequence[Tensor | None]) -> None:
+        executor = self.step.plan.executor
+        try:
+            seed = gradients[0] if isinstance(self.step.output, WeightedLoss) else None
+            number = None if seed is None else executor.number_to_report(seed)
+            reports = executor.commit(None if number is None else repr(number))
         except BaseException as error:
             executor.abort(error)
             raise
@@ -500,9 +514,6 @@ class CutStep:
                 f"the gradient of the loss differs between ranks: {', '.join(map(str, reports))}, by rank; scale the "
                 "loss by the same number on all of them"
             )
-        # Plain autograd would not reach these parameters, so their hooks must not be called with None.
-        silence_unused_hooks([x for x, gradient in zip(self.tensors, result, strict=True) if gradient is None])
-        return result
 
     def _gradients(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
         """The gradients of `tensors`, from a backward walk or from the forward that made them early."""
@@ -526,11 +537,6 @@ class CutStep:
         if retain and module_versions is not None:
             module_versions.snapshot()  # a layer can write to its own weights while it is recomputed
         return result
-
-    def _loss_gradient(self, gradients: Sequence[Tensor | None]) -> str | None:
-        seed = gradients[0] if isinstance(self.step.output, WeightedLoss) else None
-        number = None if seed is None else self.step.plan.executor.number_to_report(seed)
-        return None if number is None else repr(number)
 
     def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], StepState, list[Tensor | None]]:
         """The messages that left the walk, its state, and the gradients of `tensors` if they are made early."""
