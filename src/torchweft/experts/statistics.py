@@ -26,7 +26,7 @@ Status = Mapping[str, Any]  # A part of `Server.status()`, also after a round tr
 class Metric:
     """A number as Prometheus reads it. ``on_page``: the status page shows it among the connections.
 
-    ``label``: the value is a mapping, whose keys become the values of this label. ``read``: computes the value from the
+    ``label``: the value is a mapping. Its keys become the values of this label. ``read``: computes the value from the
     part of the status. By default it is the field itself. None gives no sample.
     """
 
