@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchweft.core.errors import UsageError, join_faults
 from torchweft.experts.errors import DamagedError, FormatError
-from torchweft.experts.wire.frame import CODES
+from torchweft.experts.wire.frame import CODES, DTYPES_BY_NAME
 
 _FORMAT = "torchweft-1"
 _ALIGNMENT = 64  # bytes, of the tensors' memory in the file
@@ -34,7 +34,6 @@ _NAMED: dict[torch.dtype, str] = {
     **{torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"},
     **{torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"},
 }
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 def serialize(value: Any) -> memoryview:
@@ -146,7 +145,7 @@ def _decode(node: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "tensor":
         stored = tensors[inner]
         if "dtype" in fields and stored.dtype == torch.uint8:
-            dtype = _DTYPES[fields["dtype"]]
+            dtype = DTYPES_BY_NAME[fields["dtype"]]
             stored = (stored.view(dtype) if stored.numel() else stored.new_empty(0, dtype=dtype)).view(fields["shape"])
             tensors[inner] = stored  # one object per name, so that tied weights are tied again
         return stored

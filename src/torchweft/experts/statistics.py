@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 Status = Mapping[str, Any]  # A part of `Server.status()`, also after a round trip through JSON
 
@@ -26,7 +26,7 @@ Status = Mapping[str, Any]  # A part of `Server.status()`, also after a round tr
 class Metric:
     """A number as Prometheus reads it. ``on_page``: the status page shows it among the connections.
 
-    ``label``: the value is a mapping, whose keys become the values of this label. ``read``: computes the value from the
+    ``label``: the value is a mapping. Its keys become the values of this label. ``read``: computes the value from the
     part of the status. By default it is the field itself. None gives no sample.
     """
 
@@ -192,8 +192,7 @@ class LeaseStatistics:
     latest: float
 
 
-@dataclass(frozen=True)
-class DirectoryStatistics:
+class DirectoryStatistics(TypedDict):
     """Living ``servers`` by address, with the numbers of experts that each lists and owns. ``here``: this one."""
 
     here: str

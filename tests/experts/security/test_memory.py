@@ -186,6 +186,7 @@ def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest
     monkeypatch.setattr("torchweft.experts.server.server_stream._ROOM_SECONDS", 0.05)
     with Server([fussy_backend()], options=ServerOptions(total_bytes=13 * MB)) as server, ExitStack() as stack:
         streams = [stack.enter_context(raw_stream(server.address)) for _ in range(8)]
+        wait_until(lambda: budget_of(server).streams == 8 * MESSAGE_BYTES)  # a late stream would be rejected as such
         for stream in streams[:7]:
             stream.send(FIRST)
         wait_until(lambda: budget_of(server).held > 8 * MB)  # seven streams, as an eighth exceeds three quarters

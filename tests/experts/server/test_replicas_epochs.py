@@ -72,7 +72,7 @@ def test_checkpoint_of_another_epoch_replaces_no_steps(
     if heard:
         before = token_of(NOW, 5)
         replica.follow(Ownership("fussy", "there:1", before))
-        encoded = owning(before, *"ab").encode()
+        encoded = owning(before, *"ab").state.encode()
         assert encoded is not None and replica.load(*encoded)
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, 10)), LEASED)
     restored = not heard or (epoch == NOW and old > 5)
@@ -82,7 +82,7 @@ def test_checkpoint_of_another_epoch_replaces_no_steps(
 @pytest.mark.parametrize("number", [1, 7, 30])
 def test_granted_claim_excludes_states_of_earlier_owners(number: int) -> None:
     replica, late = owning(token_of(BEFORE, 7)), owning(token_of(BEFORE, 40), "a")
-    encoded = late.encode()
+    encoded = late.state.encode()
     assert encoded is not None
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, number)), LEASED)
     with pytest.raises(FencedError, match="another epoch"):

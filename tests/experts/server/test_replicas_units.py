@@ -71,7 +71,7 @@ def follower() -> Replica:
 def test_follower_loads_state_keys_and_version_together() -> None:
     one, other = owning(7, "k"), follower()
     assert not other.may_lead  # it knows an owner, but has none of its state
-    encoded = one.encode()
+    encoded = one.state.encode()
     assert encoded is not None and other.load(*encoded) and other.may_lead
     assert weights(one.backend) == weights(other.backend) and other.version == one.version == StateVersion(7, 1, 1)
     assert other.backend.idempotency.step_of("backward", "c", "k") == 1
@@ -94,7 +94,7 @@ def test_replaced_owner_never_steps_even_for_accepted_tasks(mini_batch: str | No
 
 
 def test_state_of_a_replaced_owner_is_rejected() -> None:
-    encoded, other = owning(7, "k").encode(), follower()
+    encoded, other = owning(7, "k").state.encode(), follower()
     assert encoded is not None
     before = weights(other.backend)
     with pytest.raises(DamagedError):

@@ -8,6 +8,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.experts.status_page.panel_cases import NASTY, layer, status, train
+from torchweft.experts import statistics
 from torchweft.experts.server import Server
 from torchweft.experts.status_page.metrics import METRICS, exposition, page_status
 from torchweft.experts.status_page.recent import RecentCounters
@@ -61,6 +62,14 @@ def test_every_family_has_help_a_type_and_a_name_with_its_unit() -> None:
         assert re.fullmatch("[a-z_]+", family.name)
         assert all(set(sample.labels) <= LABELS for sample in family.samples)
         assert all((s.name == f"{family.name}_total") for s in family.samples if family.type == "counter")
+
+
+def test_every_metric_of_the_table_is_exported_once() -> None:
+    parts = [
+        part for part in vars(statistics).values() if isinstance(part, type) and part.__name__.endswith("Statistics")
+    ]
+    assert {metric for part in parts for _, metric in statistics.metrics_of(part)} == METRICS.keys()
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
 def test_page_shows_rows_of_the_same_table() -> None:

@@ -42,7 +42,7 @@ TICK = 0.05  # Longest delay, in seconds, until an exceeded deadline is noticed
 _IDLE = 20  # ticks without calls after which the clock ends
 _JOIN = 5.0
 _grpc = cast("Any", grpc)
-_REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
+REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
 Start = Callable[[Iterator[bytes]], Any]  # Starts a gRPC call that sends the items of the iterator
 # Builds the error of a failed connection from the failed action and gRPC's message.
 Explain = Callable[[str, str], errors.UnreachableError]
@@ -333,7 +333,7 @@ class Stream:
         address = self._pending.address
         code = error.code() if isinstance(error, _grpc.RpcError) else None
         text = str(error.details() if code is not None else error or "the server closed the stream")
-        if code in _REFUSED:
+        if code in REFUSED:
             return errors.ForbiddenError(f"{address} rejects this client: {text}")
         if not self._is_open and code is _grpc.StatusCode.RESOURCE_EXHAUSTED:
             return errors.OverloadError(f"{address} accepts no more clients: {text}")
@@ -450,7 +450,7 @@ class GrpcTransport(BaseTransport):
             yield from self._channel.unary_stream(method)(message, timeout=timeout, metadata=self._metadata)
         except _grpc.RpcError as error:
             code, text = error.code(), str(error.details())
-            if code in _REFUSED:
+            if code in REFUSED:
                 raise errors.ForbiddenError(f"{self.address} rejects this client: {text}") from None
             if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise errors.DeadlineError(f"{self.address} {failed} within {timeout:g} s") from None

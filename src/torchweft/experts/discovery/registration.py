@@ -66,7 +66,7 @@ class LeaseHeartbeat:
         experts = Counter(address for addresses in snapshot.experts.values() for address in addresses)
         owns = Counter(owner.address for owner in snapshot.owners.values())
         servers = {address: {"experts": count, "owns": owns[address]} for address, count in experts.items()}
-        return DirectoryStatistics(self.address, away, servers)
+        return {"here": self.address, "away_seconds": away, "servers": servers}
 
     def look(self) -> None:
         if self.watch is None and not self._ended:

@@ -27,7 +27,7 @@ import torch
 
 from torchweft.core.errors import WeftError
 from torchweft.experts import errors
-from torchweft.experts.client.transport import open_channel
+from torchweft.experts.client.transport import REFUSED, open_channel
 from torchweft.experts.fork_guard import GrpcThreads
 from torchweft.experts.replication.replica import Replica, ReplicaOptions, StateVersion, newer
 from torchweft.experts.tls import check_address, unreachable
@@ -35,7 +35,6 @@ from torchweft.experts.wire import Call, Header, Kind, Limits, Received, decode,
 from torchweft.experts.wire.service import STATE, token_metadata
 
 _grpc = cast("Any", grpc)
-_REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
 _JOIN = 5.0
 TICK = 0.02  # seconds between two checks for due requests
 PIECE = 1 << 20  # bytes of one message
@@ -389,7 +388,7 @@ class FollowerStream:
 
     def _explain_error(self, error: Any) -> WeftError:
         text, tls = str(error.details()), self._options.tls
-        if error.code() in _REFUSED:
+        if error.code() in REFUSED:
             return errors.ForbiddenError(f"{self.address} rejects this server: {text}")
         if error.code() is _grpc.StatusCode.UNIMPLEMENTED:
             return errors.UnknownExpertError(f"{self.address} has no replicas (replicas=)")

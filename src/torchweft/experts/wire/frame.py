@@ -61,6 +61,7 @@ DTYPES: dict[int, torch.dtype] = {
     if value.number
 }  # The supported dtypes, by their numbers in experts.proto.
 CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 class Kind(IntEnum):

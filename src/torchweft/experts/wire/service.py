@@ -32,7 +32,7 @@ from torchweft.core.spec import TensorSpec
 from torchweft.experts import errors
 from torchweft.experts.errors import ExpertFailedError, LimitError, MalformedError, RemoteError, WireError
 from torchweft.experts.protobuf import load_messages
-from torchweft.experts.wire.frame import CODES, MESSAGE_BYTES, Limits
+from torchweft.experts.wire.frame import DTYPES_BY_NAME, MESSAGE_BYTES, Limits
 
 _MESSAGES = load_messages("torchweft.experts.wire", "experts")
 PROTO: bytes = _MESSAGES["Frame"].DESCRIPTOR.file.serialized_pb  # experts.proto as a descriptor, for reflection.
@@ -196,7 +196,6 @@ def read_receipt(data: bytes) -> StepReceipt:
     return StepReceipt(message.durable if message.HasField("durable") else None, message.incarnation, message.token)
 
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 _MOST_DEPTH = 64
 
 
@@ -282,7 +281,7 @@ def _read_tree(node: Any) -> Any:
         shape, dtype, requires_grad = inner
         if not all(size is None or (type(size) is int and size >= 0) for size in shape):
             raise MalformedError(f"a shape {shape!r}", reason="description")
-        return TensorSpec(tuple(shape), _DTYPES[dtype], bool(requires_grad))
+        return TensorSpec(tuple(shape), DTYPES_BY_NAME[dtype], bool(requires_grad))
     if kind in ("tuple", "list"):
         items = [_read_tree(item) for item in inner]
         return items if kind == "list" else tuple(items)
