@@ -72,7 +72,7 @@ def save(
 
     Raises UsageError for a folder of something else, for one into which another job is saving, and for parameters of
     another module. If one of several processes fails, all raise the same WeightsError or UsageError. If one dies, the
-    others raise RankLostError.
+    others raise RankLostError: at once if it is a rank of a pipe, else after the timeout of the group.
 
     Example:
         >>> import tempfile

@@ -494,7 +494,9 @@ class CutStep:
         except BaseException as error:
             executor.abort(error)
             raise
-        if not executor.alone:
+        if executor.alone:
+            executor.commit(None)
+        else:
             executor.end_backward(partial(self._commit, gradients))
         # Plain autograd would not reach these parameters, so their hooks must not be called with None.
         silence_unused_hooks([x for x, gradient in zip(self.tensors, result, strict=True) if gradient is None])

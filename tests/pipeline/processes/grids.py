@@ -1,6 +1,7 @@
 """Work for ranks: replicas of a pipeline, long training, observation, copies."""
 
 import copy
+import gc
 import time
 from functools import partial
 from pathlib import Path
@@ -76,9 +77,9 @@ def fail() -> None:
     raise ValueError("on purpose")
 
 
-def reduce_early(folder: str, kind: str, inside: bool) -> list[str]:
+def reduce_early(folder: str, kind: str, inside: bool, failing: str = "") -> list[str]:
     """Reduce over replicas of two stages. In the first step, the backward of the first stage, or of the loss on its
-    rank, waits until the last stage reduces. In the second one it fails, in the last one a module in front of it."""
+    rank, waits until the last stage reduces. In the second one it fails, or a module in front of it, if `failing`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
     front, model = Waits().double(), nn.Sequential(Waits(), nn.Tanh(), nn.Linear(6, 6)).double()
@@ -106,8 +107,7 @@ def reduce_early(folder: str, kind: str, inside: bool) -> list[str]:
         replica = DistributedDataParallel(pipe, process_group=mesh["dp"].get_group())
         replica.register_comm_hook(mesh["dp"].get_group(), note_bucket)
     layer, outcomes = pipe[0], []
-    # The wrappers cannot go on if a backward fails after they have begun to reduce, and FSDP2 never.
-    for event in ("wait", "layer", "", "front") if kind == "DDP" else ("wait", ""):
+    for event in ("wait", failing, ""):
         layer.act = (
             fail if event == "layer" else partial(wait_for, noted) if event == "wait" and not inside else nothing
         )
@@ -117,7 +117,8 @@ def reduce_early(folder: str, kind: str, inside: bool) -> list[str]:
         try:
             with patch.object(dist, name, note_scatter):
                 h = front(x) if event == "front" else x
-                value = replica(h, target=y) if inside else loss(replica(h), y)
+                net = pipe if event == "" and failing else replica  # which could raise before the pipe is called
+                value = net(h, target=y) if inside else loss(net(h), y)
                 if event == "wait" and inside and first:
                     value.register_hook(lambda _: wait_for(noted))
                 value.backward()
@@ -194,6 +195,17 @@ def copy_and_pickle() -> list[str]:
     except weft.errors.UsageError as error:
         return [str(equal), str(error)]
     return ["no error"]
+
+
+def count_hooks() -> list[int]:
+    """The hooks of all modules, after each of three pipes that are freed."""
+    counts: list[int] = []
+    for _ in range(3):
+        pipe = weft.Pipe(net(), chunks=2, balance=[2, 2], group=dist.group.WORLD)
+        del pipe
+        gc.collect()
+        counts.append(len(nn.modules.module._global_module_registration_hooks))
+    return counts
 
 
 def output_on_last() -> list[float]:

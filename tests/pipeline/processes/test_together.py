@@ -45,7 +45,7 @@ def test_a_rank_that_dies_in_a_call_is_named(ranks, tmp_path: Path, name: str) -
             outcomes = three.run_without(2, together.lose_at, name, number, signal.SIGKILL, folder)
         for kind, text, seconds in outcomes:
             assert kind == "RankLostError" and "rank 2 (host" in text, (number, kind, text)
-            assert seconds < 20
+            assert seconds < 5
 
 
 @pytest.mark.long

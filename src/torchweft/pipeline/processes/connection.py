@@ -92,23 +92,20 @@ class Worker:
     """A thread that runs jobs in order. It starts at the first one, and holds nothing while it is idle."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._thread = name, None
+        self._name = name
+        self.thread: threading.Thread | None = None
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-
-    @property
-    def started(self) -> bool:
-        return self._thread is not None
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=self._name, daemon=True)
-            self._thread.start()
+        if self.thread is None:
+            self.thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=self._name, daemon=True)
+            self.thread.start()
 
     def close(self, seconds: float) -> None:
         self._jobs.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(max(0.0, seconds))
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(max(0.0, seconds))
 
 
 def _run_jobs(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
@@ -235,7 +232,7 @@ class Connection:
     def find_change(self, walk: int, seconds: float) -> bool | None:
         """Whether a tensor of a walk was written to before it had left. Waits for those that are leaving. None if some
         have not left within `seconds`."""
-        if self._releases.started:
+        if self._releases.thread:
             done = threading.Event()
             self._releases.submit(done.set)
             if not done.wait(seconds):
@@ -289,7 +286,7 @@ class Connection:
 
     def deliver(self, frame: ReceivedFrame, put: Callable[[], None]) -> None:
         """Call `put` when the tensors of a frame are here; for the last frame, those of all frames before it."""
-        if not frame.works and not (frame.header.kind == BYE and self._bodies.started):
+        if not frame.works and not (frame.header.kind == BYE and self._bodies.thread):
             return put()
 
         def wait() -> None:

@@ -1,10 +1,12 @@
-"""The tensors of all ranks on the first one, to save the whole model in one file.
+"""Values of all ranks on the first one, such as their tensors, to save the whole model in one file.
 
-Each rank sends the tensors of its state_dict under all their names. The first rank then needs the memory of the whole
-model, on the devices from which the tensors came. `weft.checkpoint` saves without that.
+The first rank then needs the memory of the whole model, on the devices from which the tensors came. `weft.checkpoint`
+saves without that.
 """
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchweft.core.errors import UsageError
@@ -14,20 +16,12 @@ from torchweft.pipeline.weights import names_by_tensor
 GATHERED = -7  # route of addresses; those of values are numbered from 0
 
 
-def send_tensors(walk: Walk, module: nn.Module, rank: int) -> None:
-    entries = [*names_by_tensor(module).values()]
-    walk.send(0, (GATHERED, rank, 0), [names for _, names in entries])
-    for number, (tensor, _) in enumerate(entries, 1):
-        walk.send(0, (GATHERED, rank, number), tensor.detach())
-
-
-def receive_tensors(walk: Walk, size: int) -> dict[str, Tensor]:
-    """The tensors of all other ranks, by each of their names."""
-    found: dict[str, Tensor] = {}
-    for rank in range(1, size):
-        for number, names in enumerate(walk.receive((GATHERED, rank, 0), rank), 1):
-            found |= dict.fromkeys(names, walk.receive((GATHERED, rank, number), rank))
-    return found
+def gather(walk: Walk, value: Any, rank: int, size: int) -> list[Any]:
+    """On the first rank the values of all ranks, elsewhere that of this rank."""
+    if rank > 0:
+        walk.send(0, (GATHERED, rank, 0), value)
+        return [value]
+    return [value, *(walk.receive((GATHERED, other, 0), other) for other in range(1, size))]
 
 
 def reject_sharded(module: nn.Module) -> None:

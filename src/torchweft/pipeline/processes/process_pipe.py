@@ -24,7 +24,7 @@ from torchweft.pipeline.devices import places_of
 from torchweft.pipeline.pipe_runtime import PipeRuntime, on_meta
 from torchweft.pipeline.pipeline_plan import build_stages
 from torchweft.pipeline.processes import hugging_face
-from torchweft.pipeline.processes.gathering import GATHERED, receive_tensors, reject_sharded, send_tensors
+from torchweft.pipeline.processes.gathering import gather, reject_sharded
 from torchweft.pipeline.processes.links import Links, Walk
 from torchweft.pipeline.processes.loans import BorrowingStage, Loans
 from torchweft.pipeline.processes.ownership import HiddenTensors, find_uses, placeholder_of, plan_loans, reject_shared
@@ -210,12 +210,8 @@ class GroupLayout(PipeLayout):
 
     def gather(self, occasion: str, value: Any) -> list[Any]:
         """On the first rank the values of all ranks, elsewhere that of this rank. All ranks call this together."""
-        rank, values = self.group.rank(), [value]
         with self._in_walk(occasion) as walk:
-            if rank > 0:
-                walk.send(0, (GATHERED, rank, 0), value)
-            else:
-                values += [walk.receive((GATHERED, other, 0), other) for other in range(1, self.group.size())]
+            values = gather(walk, value, self.group.rank(), self.group.size())
             walk.agree(None)
         return values
 
@@ -225,11 +221,12 @@ class GroupLayout(PipeLayout):
         whether this rank is the first. All ranks enter together, and leave together or raise together."""
         with self._in_walk(occasion) as walk:
             reject_sharded(module)
+            own = {names[0]: tensor.detach() for tensor, names in names_by_tensor(module).values()}
+            gathered = gather(walk, own, self.group.rank(), self.group.size())
             if self.group.rank() > 0:
-                send_tensors(walk, module, self.group.rank())
                 yield False
             else:
-                found = receive_tensors(walk, self.group.size())
+                found = {name: tensor for of_rank in gathered[1:] for name, tensor in of_rank.items()}
                 with self.with_placeholders():
                     places = names_by_tensor(module)
                 filled = {

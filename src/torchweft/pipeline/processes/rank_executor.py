@@ -17,18 +17,23 @@ import torch
 from torch import Tensor
 
 from torchweft.core.context import ExecutionContext
+from torchweft.core.errors import RankFailedError
 from torchweft.core.pytree import flatten
 from torchweft.core.timing import LateNumber
 from torchweft.core.torch_internals import queue_callback
 from torchweft.pipeline.executor import LocalQueue, Outboxes, Perform, Report, SerialExecutor, working
 from torchweft.pipeline.processes.given_batch import EntryGradients
-from torchweft.pipeline.processes.links import Links, Walk
+from torchweft.pipeline.processes.links import BACKWARD, Links, Walk
 from torchweft.pipeline.processes.loans import Loans
 from torchweft.pipeline.routing import OUTSIDE, Address, Given, Message, Wiring
 from torchweft.pipeline.schedule import Schedule
 
 _ENTRY = -7  # a route of addresses; those of values are numbered from 0
 _LARGE_RESULTS = 16 << 20  # bytes of results that a step sends to all ranks together
+_REPLICAS_DIFFER = (
+    "an earlier backward failed after ranks of this Pipe had begun to reduce gradients over its replicas, which can "
+    "differ now; start all ranks again, from the last checkpoint"
+)
 
 
 class Channel:
@@ -37,6 +42,7 @@ class Channel:
         self.failed = False  # whether the last walk failed
         self._walk: Walk | None = None
         self._late_end: weakref.ref[LateEnd] | None = None
+        self.replicas_differ = False
 
     @property
     def walk(self) -> Walk:
@@ -66,21 +72,17 @@ class Channel:
         walk, self._walk = self._walk, None
         return walk
 
-    def end_late(self, commit: Callable[[], object]) -> None:
-        """End the open walk at the end of the backward in which this is called, or before the next walk."""
-        self._late_end = weakref.ref(LateEnd(self, commit))
+    def end_late(self, late_end: "LateEnd") -> None:
+        self._late_end = weakref.ref(late_end)
 
 
 class LateEnd:
-    """The end of a walk, after autograd has handed out the gradients of this rank. So their reduction over replicas
-    begins while other ranks of the pipe still compute. Only the engine of autograd has a reference."""
+    """The end of a walk at the end of a backward, or before the next walk. Autograd has handed out the gradients of
+    this rank then, so their reduction over replicas begins while other ranks of the pipe still compute. Only the engine
+    of autograd has a reference."""
 
-    def __init__(self, channel: Channel, commit: Callable[[], object]) -> None:
-        self._channel, self._commit = channel, commit
-        queue_callback(self._move_back)
-
-    def _move_back(self) -> None:
-        # Behind the waits of reductions, which were queued later. After a failed walk, these are complete too.
+    def __init__(self, commit: Callable[[], object], abort: Callable[[BaseException], None]) -> None:
+        self._commit, self._abort = commit, abort
         queue_callback(self.run)
 
     def run(self) -> None:
@@ -91,7 +93,7 @@ class LateEnd:
     def __del__(self) -> None:
         # The engine drops its callbacks without a call if a later node of the backward failed.
         if self._commit is not None:
-            self._channel.fail(RuntimeError("the backward failed after the stages of this rank had ended"))
+            self._abort(RuntimeError("the backward failed after the stages of this rank had ended"))
 
 
 class Placement(NamedTuple):
@@ -124,14 +126,17 @@ class ProcessExecutor(SerialExecutor):
     def __init__(self, placement: Placement, wiring: Wiring, results: ResultRoute) -> None:
         self._placement, self._channel, self._wiring, self._results = placement, placement.channel, wiring, results
         self._late = LateNumber()
-        self._warned = False
+        self._warned = self._is_backward = False
 
     @property
     def alone(self) -> bool:
         return False
 
     def open(self, what: str) -> None:
+        if self._channel.replicas_differ:
+            raise RankFailedError(_REPLICAS_DIFFER)
         self._channel.open(what)
+        self._is_backward = what.startswith(BACKWARD)
 
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
@@ -217,10 +222,10 @@ class ProcessExecutor(SerialExecutor):
         return self._late.exchange(number) if late else number.item()
 
     def end_backward(self, commit: Callable[[], object]) -> None:
-        """See `SerialExecutor.end_backward`. Late with replicas only: if another rank fails, all ranks raise, but some
-        have added their gradients."""
+        """See `SerialExecutor.end_backward`. It is late with replicas only, because after a failure of another rank the
+        gradients of this one are there already."""
         if self._placement.has_replicas():
-            self._channel.end_late(commit)
+            self._channel.end_late(LateEnd(commit, self.abort))
         else:
             commit()
 
@@ -235,6 +240,8 @@ class ProcessExecutor(SerialExecutor):
         return [kind(*fields) for fields in reports] if is_tuple else reports
 
     def abort(self, error: BaseException) -> None:
+        # Some ranks have begun to reduce. The next reduction of another rank would meet that of this step.
+        self._channel.replicas_differ |= self._is_backward and self._placement.has_replicas()
         self._channel.fail(error)
 
 
