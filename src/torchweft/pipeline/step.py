@@ -377,6 +377,14 @@ class Agreement(NamedTuple):
 ALONE = Agreement()
 
 
+class ForwardWalk(NamedTuple):
+    """The messages that left a walk. Its state, for the backward, or the gradients of the step if they were made."""
+
+    left: Mapping[Address, Message]
+    state: StepState | None
+    gradients: Sequence[Tensor | None]
+
+
 class ForwardReport(NamedTuple):
     """Report of one process after its forward: its `RngVote`, and the losses' weights if it has the target."""
 
@@ -448,17 +456,17 @@ class CutStep:
     ) -> None:
         self.step = step
         self._segments = {stage: Segment(functions[stage], owned) for stage, owned in parameters.items()}
-        self._by_stage = parameters
+        self.by_stage = parameters
         self._observer = observer
         self._owners = owners
         self._seed = seed
         self._agreed = agreed
         self._kept: tuple[StepState, ModuleVersions | None] | None = None  # from the forward, for the backward
-        self._caller = CallerStreams(())
+        self.caller = CallerStreams(())
 
     @cached_property
     def _parameters(self) -> list[Tensor]:
-        owned = [self._owners.get(id(p), p) for group in self._by_stage.values() for p in group]
+        owned = [self._owners.get(id(p), p) for group in self.by_stage.values() for p in group]
         return list({id(p): p for p in owned}.values())
 
     @cached_property
@@ -468,20 +476,35 @@ class CutStep:
         return [*self.step.mini_batch.tensors, *agreed.entry_tensors, *agreed.anchors, *self._parameters]
 
     def node_inputs(self) -> list[Tensor]:
-        views = bind_parameters(self.step.plan.places, self._by_stage)
+        views = bind_parameters(self.step.plan.places, self.by_stage)
         return [views.get(id(tensor), tensor) for tensor in self.tensors] if views else self.tensors
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         step = self.step
-        self._caller = CallerStreams(step.plan.places)
-        left, state, gradients = step.run_until_rng_settled(self._walk_forward)
-        results = step.plan.entry_points.results(left, step.mini_batch.micro_batches)
+        self.enter()
+        seeds = self.seeds()
+        walked = step.run_until_rng_settled(lambda rng: self.walk_forward(rng, seeds))
+        return step.output.gather(self.keep(walked))
+
+    def enter(self) -> None:
+        """Note the caller's streams. Backward runs on them."""
+        self.caller = CallerStreams(self.step.plan.places)
+
+    def seeds(self) -> list[Gradients] | None:
+        """The gradients of the results with which an early backward starts. None if there is none."""
+        if self._seed is None:
+            return None
+        return self.step.output.scatter_gradients([self._seed.value.to(self.step.plan.stages[-1].device)])
+
+    def keep(self, walked: ForwardWalk) -> list[Any]:
+        """Keep what the backward needs of this walk. Returns its results, one per micro-batch."""
         if self._seed is not None:
-            self._seed.keep(gradients)
-        else:
-            again = state.recomputing()
-            self._kept = state, ModuleVersions([step.plan.stages[s].replay for s in again]) if again else None
-        return step.output.gather(results)
+            self._seed.keep(walked.gradients)
+        elif walked.state is not None:
+            again = walked.state.recomputing()
+            replays = [self.step.plan.stages[stage].replay for stage in again]
+            self._kept = walked.state, ModuleVersions(replays) if again else None
+        return self.step.plan.entry_points.results(walked.left, self.step.mini_batch.micro_batches)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`. Raises BackwardTwiceError or ModuleChangedError."""
@@ -489,7 +512,7 @@ class CutStep:
         executor = self.step.plan.executor
         try:
             executor.open(f"the backward{self.step.name}")
-            with self._caller.restored():
+            with self.caller.restored():
                 result = self._gradients(gradients, retain=retain)
             reports = executor.commit(None if executor.alone else self._loss_gradient(gradients))
         except BaseException as error:
@@ -516,42 +539,43 @@ class CutStep:
         if not retain:
             # Before the walk, so that each tape is free as soon as its backward has run.
             self._kept = None
-        state.prepare_backward(retain=retain)
-        given = self.step.plan.entry_points.seed(
-            self.step.output.scatter_gradients(gradients), streams=any(self.step.plan.places)
-        )
-        with self.step.ambient.process_flags(), silence_hooks(self._parameters):
-            left = self._walk(state, self.step.schedule.backward_only, given)
-        result = self._collect(left, state)
+        result = self.walk_backward(state, self.step.output.scatter_gradients(gradients), retain=retain)
         if retain and module_versions is not None:
             module_versions.snapshot()  # a layer can write to its own weights while it is recomputed
         return result
+
+    def walk_backward(self, state: StepState, seeds: Sequence[Gradients], *, retain: bool) -> list[Tensor | None]:
+        """The gradients of `tensors`, from those of the results of the forward that left this `state`."""
+        state.prepare_backward(retain=retain)
+        given = self.step.plan.entry_points.seed(seeds, streams=any(self.step.plan.places))
+        with self.step.ambient.process_flags(), silence_hooks(self._parameters):
+            left = self._walk(state, self.step.schedule.backward_only, given)
+        return self._collect(left, state)
 
     def _loss_gradient(self, gradients: Sequence[Tensor | None]) -> str | None:
         seed = gradients[0] if isinstance(self.step.output, WeightedLoss) else None
         number = None if seed is None else self.step.plan.executor.number_to_report(seed)
         return None if number is None else repr(number)
 
-    def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], StepState, list[Tensor | None]]:
-        """The messages that left the walk, its state, and the gradients of `tensors` if they are made early."""
+    def walk_forward(self, rng: RngStreams, seeds: Sequence[Gradients] | None) -> ForwardWalk:
+        """Walk the forward half of the schedule, or with `seeds` all of it."""
         step, plan, count = self.step, self.step.plan, self.step.schedule.micro_batches
         borrowed = self._agreed.borrowed
         contexts = [MicroBatchContext(i, step.ambient, rng, {}, count, borrowed) for i in range(count)]
         workers = step.schedule.worker_of
         state = StepState(plan.wiring, self._segments, contexts, step.keeps, plan.places, self._observer, rng, workers)
         moves = any(plan.places)
-        given = plan.entry_points.enter(step.mini_batch.leaves(self._upload if moves else None), streams=moves)
-        if self._seed is None:
-            return self._walk(state, step.schedule.forward_only, given), state, []
-        seeds = step.output.scatter_gradients([self._seed.value.to(plan.stages[-1].device)])
-        for segment, messages in plan.entry_points.seed(seeds, streams=any(plan.places)).items():
+        given = plan.entry_points.enter(step.mini_batch.leaves(self.upload if moves else None), streams=moves)
+        if seeds is None:
+            return ForwardWalk(self._walk(state, step.schedule.forward_only, given), state, [])
+        for segment, messages in plan.entry_points.seed(seeds, streams=moves).items():
             given.setdefault(segment, {}).update(messages)
         # Hooks of parameters belong to the whole step. The walk would call them once per micro-batch.
         with silence_hooks(self._parameters):
             left = self._walk(state, step.schedule, given)
-        return left, state, self._collect(left, state)
+        return ForwardWalk(left, None, self._collect(left, state))
 
-    def _upload(self, part: int, tensor: Tensor) -> Tensor:
+    def upload(self, part: int, tensor: Tensor) -> Tensor:
         plan = self.step.plan
         place = plan.places[plan.entry_points.entries[part].segment]
         return tensor if place is None else place.upload(tensor)
