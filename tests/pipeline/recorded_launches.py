@@ -82,7 +82,7 @@ def spoil(tensor: Tensor) -> None:
 
 
 class StandIn:
-    """A `torchweft.core.recording.Recorder`."""
+    """A `torchweft.core.recording.LaunchRecorder`."""
 
     def record(self, work: Callable[[], None], /) -> Callable[[], None]:
         tape, tolist = Tape(), Tensor.tolist

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torchweft.core.autograd import CutFunction, silence_unused_hooks
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, ModuleChangedError, UsageError
 from torchweft.core.pytree import flatten
-from torchweft.core.recording import CudaRecorder, Recorder
+from torchweft.core.recording import CudaRecorder, LaunchRecorder
 from torchweft.core.rng import RandomUse, RngStreams
 from torchweft.core.segment import Gradients, versions
 from torchweft.core.torch_internals import foreach_copy
@@ -39,7 +39,7 @@ from torchweft.pipeline.stage import ModuleScan, Stage
 from torchweft.pipeline.step import CutStep, ForwardWalk
 from torchweft.pipeline.step_form import changed_attribute, form_of, marks_of, modules_of, obstacle_to, passing_obstacle
 
-MakeRecorder = Callable[[], Recorder]
+MakeRecorder = Callable[[], LaunchRecorder]
 Missing = tuple[bool, ...]  # which of some gradients are None
 _EQUAL_STEPS = 2
 _HIDDEN = "a layer computes with parameters that are not attributes of its modules"
@@ -104,7 +104,7 @@ class RecordedWeights:
     def aliases_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [self._aliases.get(id(parameter), parameter) for parameter in parameters]
 
-    def record(self, recorder: Recorder, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, recorder: LaunchRecorder, work: Callable[[], None]) -> Callable[[], None]:
         """Record work of the modules on the aliases. Raises RecordingError."""
         tables = [module._parameters for module in self._modules]
         before = [dict(table) for table in tables]
@@ -142,7 +142,11 @@ class StepRecording:
     which gradients of the step are None."""
 
     def __init__(
-        self, form: tuple[Any, ...], recorder: Recorder, stages: Sequence[Stage], expected: Mapping[Missing, Missing]
+        self,
+        form: tuple[Any, ...],
+        recorder: LaunchRecorder,
+        stages: Sequence[Stage],
+        expected: Mapping[Missing, Missing],
     ) -> None:
         self.form, self._recorder, self._expected = form, recorder, expected
         self.weights = RecordedWeights(stages)
