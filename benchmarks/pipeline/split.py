@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from importlib import import_module
+from statistics import median
 from typing import Any
 
 import torch
@@ -101,6 +102,10 @@ def _table(quick: bool) -> Table:
                 rows += _costs(transformers, width, rounds=2 if quick else 25)
             progress("dynamic padding")
             rows += _dynamic_padding(transformers, steps=12 if quick else 401)
+            progress("new lengths")
+            rows += _new_lengths(
+                transformers, rounds=1 if quick else 5, lengths=range(20, 24) if quick else range(20, 50)
+            )
     notes = [] if transformers is not None else ["transformers is not installed; the extra `hf` contains it"]
     return Table("any model in stages: comparison with the tracer of torch.distributed, and costs", rows, notes)
 
@@ -274,4 +279,55 @@ def _dynamic_padding(transformers: Any, steps: int) -> list[Row]:
     return [
         {"model": label, "figure": "pipe / plain", "measured": f"{ratio:.2f}", **at_most(ratio, 3.0)},
         {"model": label, "figure": "pipe / plain in micro-batches", "measured": f"{in_micro_batches:.2f}"},
+    ]
+
+
+def _new_lengths(transformers: Any, rounds: int, lengths: range) -> list[Row]:
+    """Compare the processor time of steps whose length is new, and known, with a loop over micro-batches."""
+    model, chunks = _gpt2(transformers, 64), 4
+    ratios: dict[str, list[float]] = {"new": [], "known": []}
+    forwards: list[float] = []
+
+    def batch(length: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 500, (8, length))
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+    def in_parts(**batch: Tensor) -> None:
+        for ids, mask, labels in zip(*(x.split(2) for x in batch.values()), strict=True):
+            (model(input_ids=ids, attention_mask=mask, labels=labels).loss / chunks).backward()
+
+    def seconds(work: Callable[..., Any], **arguments: Tensor) -> float:
+        start = time.process_time()
+        work(**arguments)
+        return time.process_time() - start
+
+    for _ in range(rounds):
+        pipe: Any = weft.Pipe(model, chunks=chunks, split=["transformer.h.6"], devices=["cpu"] * 2, executor="serial")
+
+        def step(pipe: Any = pipe, **batch: Tensor) -> None:
+            pipe(**batch).loss.backward()
+
+        for length in range(10, 15):  # two recordings, and the three programs that are compared
+            step(**batch(length))
+        in_pipe: list[float] = []
+        for of_name in ratios.values():
+            times = {"pipe": 0.0, "parts": 0.0, "forward": 0.0}
+            for length in random.Random(0).sample(lengths, len(lengths)):
+                arguments = batch(length)
+                times["pipe"] += seconds(step, **arguments)
+                times["parts"] += seconds(in_parts, **arguments)
+                times["forward"] += seconds(model, **{key: x[:2] for key, x in arguments.items()})
+                model.zero_grad()
+            of_name.append(times["pipe"] / times["parts"])
+            in_pipe.append(times["pipe"])
+        forwards.append((in_pipe[0] - in_pipe[1]) / times["forward"])
+    figures = {
+        "steps of new lengths / micro-batches in a loop": (median(ratios["new"]), 1.3),
+        "steps of known lengths / micro-batches in a loop": (median(ratios["known"]), 1.05),
+        "a new length, in forwards of a micro-batch": (median(forwards), 3.0),
+    }
+    label = f"{len(lengths)} lengths, {pipe.statistics()['recordings']} recordings"
+    return [
+        {"model": label, "figure": name, "measured": f"{value:.2f}", **at_most(value, limit)}
+        for name, (value, limit) in figures.items()
     ]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchweft as weft
+from tests.pipeline.split.test_changing_lengths import LENGTHS, WIDTH, Labelled, Padding
 from tests.pipeline.split.zoo import HUGGING, UNet, ids, text
 from torchweft.core.errors import SpecError
 from torchweft.pipeline.microbatch import split
@@ -463,6 +464,26 @@ def drop_programs() -> list[tuple[float, int, int]]:
     finally:
         program_cache.PROGRAMS = before
     return results
+
+
+@double()
+def train_on_lengths(block: str) -> tuple[float, int]:
+    """The largest difference from the model in steps of several lengths, and the number of recordings."""
+    torch.manual_seed(0)
+    plain = Labelled(nn.Tanh() if block == "tanh" else Padding(halves=False))
+    pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=4, split=["second"], group=dist.group.WORLD)
+    worst = 0.0
+    for length in LENGTHS:
+        x, labels = torch.randn(8, length, WIDTH), torch.randint(-1, 2, (8, length))
+        expected, result = plain(x, labels), pipe(x, labels)
+        for net, loss in ((plain, expected), (pipe, result)):
+            net.zero_grad()
+            loss.backward()
+        gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        worst = max(worst, float((expected - result).detach().abs()))
+        for name, parameter in pipe.named_parameters():
+            worst = max(worst, float((parameter.grad - gradients[name]).abs().max()))
+    return worst, pipe.statistics()["recordings"]
 
 
 @double()

@@ -118,8 +118,14 @@ def test_state_that_is_read_before_a_write_is_rejected(ranks: Find) -> None:
 def test_ranks_drop_the_same_programs(ranks: Find) -> None:
     for calls in ranks(2).run(splitting.drop_programs):
         assert max(worst for worst, _, _ in calls) <= 1e-13
-        assert [recordings for _, recordings, _ in calls] == [1, 2, 3, 4, 5]
+        assert [recordings for _, recordings, _ in calls] == [1, 2, 3, 4, 4]
         assert max(kept for _, _, kept in calls) <= 3
+
+
+@pytest.mark.parametrize(("block", "recordings"), [("tanh", 2), ("pads", 5)])
+def test_programs_of_other_lengths_are_derived_on_all_ranks(ranks: Find, block: str, recordings: int) -> None:
+    for worst, count in ranks(2).run(splitting.train_on_lengths, block):
+        assert worst <= 1e-13 and count == recordings
 
 
 def test_replaced_parameters_are_read_by_other_stages(ranks: Find) -> None:

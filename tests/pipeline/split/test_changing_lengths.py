@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("double")
 WIDTH = 4
 SIZES = [(count, length) for count in range(1, 13) for length in range(4, 41)]  # rows and lengths of mini-batches
 _random = random.Random(3)
+LENGTHS = [10, 12, 14, 16, 11, 17, 26, 33]
 NUMBERS = {length: _random.randint(1, 9) for length in range(41)}
 Code = Callable[[Tensor], Tensor]
 
@@ -140,7 +141,7 @@ def test_results_that_depend_on_the_number_of_rows_are_refused(name: str) -> Non
 @pytest.mark.long
 @needs_transformers
 def test_lengths_of_a_language_model_are_exact(verified: list[object]) -> None:
-    """Padded batches of random sizes have the logits of the model, with far fewer verifications than recordings."""
+    """Padded batches of random sizes have the logits of the model, with few recordings and verifications."""
     model = gpt2().eval()
     pipe = weft.Pipe(model, chunks=4, split=["transformer.h.2"], devices=["cpu"] * 2)
     for count, length in some_sizes(40):
@@ -150,15 +151,16 @@ def test_lengths_of_a_language_model_are_exact(verified: list[object]) -> None:
         parts = zip(*(tensor.split(micro_sizes(count, 4)) for tensor in (tokens, mask)), strict=True)
         expected = torch.cat([model(input_ids=ids, attention_mask=kept).logits for ids, kept in parts])
         assert_close(pipe(input_ids=tokens, attention_mask=mask).logits, expected, 1e-10)
-    assert len(verified) < pipe.statistics()["recordings"] / 2
+    # Micro-batches have 1 to 3 rows, and some of them are padded.
+    assert len(verified) <= 12 and pipe.statistics()["recordings"] <= 30
 
 
 def test_sizes_alone_need_few_verifications(verified: list[object]) -> None:
-    """After three verified programs, the rest of their group is not verified."""
+    """After two recordings, programs are derived. After three verified programs, the rest are not verified."""
     pipe = cut(Between(CODES["float"]))
     for length in range(4, 24):
         pipe(torch.randn(8, length, WIDTH))
-    assert (len(verified), pipe.statistics()["recordings"]) == (3, 20)
+    assert (len(verified), pipe.statistics()["recordings"]) == (3, 2)
 
 
 def test_another_branch_is_verified_by_itself(verified: list[object]) -> None:
@@ -166,3 +168,63 @@ def test_another_branch_is_verified_by_itself(verified: list[object]) -> None:
     for length in (4, 5, 6, 7, 20, 21, 22, 23):
         pipe(torch.randn(8, length, WIDTH))
     assert len(verified) == 6
+
+
+class Padding(nn.Module):
+    """Pads the length to a multiple of 8, or removes every second position."""
+
+    def __init__(self, *, halves: bool) -> None:
+        super().__init__()
+        self.layer, self.halves = nn.Linear(WIDTH, WIDTH), halves
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, ::2] if self.halves else nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 8))
+        return self.layer(x)
+
+
+class Labelled(nn.Module):
+    """A loss at the end of forward(), which divides by a length that its block makes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.first, self.block, self.second = nn.Linear(WIDTH, WIDTH), block, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.block(self.first(x))
+        x = self.second(x * x.shape[1] ** 0.5)[:, : labels.shape[1]]
+        kept = labels[:, : x.shape[1]] >= 0
+        return (x.square().sum(-1) * kept).sum() / (kept.sum() + x.shape[1])
+
+
+@pytest.mark.parametrize(("block", "recordings"), [("tanh", 2), ("halves", 6), ("pads", 5)])
+def test_sizes_that_are_computed_wrongly_are_recorded(block: str, recordings: int) -> None:
+    model = Labelled(nn.Tanh() if block == "tanh" else Padding(halves=block == "halves"))
+    plain = copy.deepcopy(model)
+    pipe = cut(model)
+    for length in LENGTHS:
+        x, labels = torch.randn(8, length, WIDTH), torch.randint(-1, 2, (8, length))
+        expected, result = plain(x, labels), pipe(x, labels)
+        assert_close(result, expected)
+        for net, loss in ((plain, expected), (model, result)):
+            net.zero_grad()
+            loss.backward()
+        assert_gradients_equal(model, plain, 1e-12)
+    assert pipe.statistics()["recordings"] == recordings
+
+
+def test_numbers_that_change_need_no_recording() -> None:
+    """Plain arguments of forward() and attributes that its code reads."""
+
+    class Scaling(Between):
+        ramp = 1.0
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return self.second(self.first(x) * (scale + self.ramp))
+
+    model = Scaling(masked)
+    pipe = cut(model)
+    for scale in (1.0, 2.5, -3.0, 0.0):
+        for model.ramp in (0.1, 0.2):
+            x = torch.randn(8, 5, WIDTH)
+            assert_close(pipe(x, scale), model(x, scale))
+    assert pipe.statistics()["recordings"] == 1

@@ -17,7 +17,7 @@ from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
 from tests.pipeline.test_pipe_modes import LinearCounter
 from torchweft.core.errors import UsageError
-from torchweft.pipeline.split import program_cache
+from torchweft.pipeline.split import lengths, program_cache
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -213,6 +213,7 @@ def test_the_least_recently_used_program_is_dropped_first(monkeypatch: pytest.Mo
             return super().forward(x) * int(x[0, 0])
 
     monkeypatch.setattr(program_cache, "PROGRAMS", 2)
+    monkeypatch.setattr(lengths, "_RECORDINGS", 0)  # so that no program is derived from a dropped one
     pipe = cut(Deciding(), chunks=1, verify=False)
 
     def recordings(rows: int, number: int) -> int:

@@ -10,7 +10,7 @@ number in the walk.
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -234,11 +234,20 @@ class CollectiveRecorder(ForwardRecorder):
 
         `captured` is empty, because programs that need copies of state are rejected over ranks.
         """
+        values = self._run_steps(program, leaves, owned, ())
+        return program.output(values)
+
+    def run_stages(self, program: Program, leaves: Sequence[Any], owned: Owned) -> None:
+        """See `ForwardRecorder.run_stages`."""
+        self._run_steps(program, leaves, owned, program.tail.steps)
+
+    def _run_steps(self, program: Program, leaves: Sequence[Any], owned: Owned, omitted: Container[int]) -> Values:
         recording = program.recording
         values = program.given(leaves, owned, recording.steps, recording.reads.values())
-        for step in recording.steps:
-            self.perform(step, step.leaves, values)
-        return program.output(values)
+        for k, step in enumerate(recording.steps):
+            if k not in omitted:
+                self.perform(step, step.leaves, values)
+        return values
 
     def perform(self, step: Instruction, constants: Sequence[Any], values: Values) -> None:
         def run_together(*args: Any, **kwargs: Any) -> Any:

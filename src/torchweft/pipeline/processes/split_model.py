@@ -224,7 +224,7 @@ class ProcessSplitModel(SplitModel):
         """See `SplitModel.note_change`. The first rank decides, and the others follow it."""
         if self._calls.rank == self._first:
             super().note_change(trials, change)
-        else:
+        elif not self._groups.reject(change.program):
             change.program.expected.tolerate(change.step)
 
     def _replace_program(self, old: Program, new: Program) -> None:

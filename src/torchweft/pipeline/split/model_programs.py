@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from torchweft.core.errors import BatchError, SplitError, add_advice
+from torchweft.core.errors import BatchError, GuardError, SplitError, add_advice
 from torchweft.core.pytree import Structure, broadcast_prefix, flatten, register_dataclasses, unflatten
 from torchweft.core.rng import generators_of, get_states, set_states
 from torchweft.core.segment import version
@@ -28,6 +28,7 @@ from torchweft.pipeline.split.auto import Arguments
 from torchweft.pipeline.split.axes import check_axes
 from torchweft.pipeline.split.expected import ExpectedCalls, TailNeedsMore
 from torchweft.pipeline.split.isolation import copies, keep_attributes, undisturbed
+from torchweft.pipeline.split.lengths import RecordingGroup, RecordingGroups, checking_sizes, sizes_of
 from torchweft.pipeline.split.members import StageMembers
 from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.program import Program, SplitCall, SplitStage
@@ -95,6 +96,7 @@ class SplitModel:
         self._programs = ProgramCache(type(model).__name__)
         self._forms = RowForms(self._recorder)
         self._references: dict[Hashable, FollowedRecording] = {}
+        self._groups = RecordingGroups()
 
     @property
     def runs_tail(self) -> bool:
@@ -284,7 +286,7 @@ class SplitModel:
     def note_change(self, trials: Trials, change: ForwardChanged) -> None:
         """Exclude a program that forward() does not follow in this step. Raises SplitError if it is a new one."""
         program = cast("Program | FollowedRecording", change.program)
-        if program not in trials.recorded:
+        if self._groups.reject(program) or program not in trials.recorded:
             trials.excluded.add(program)
         elif not program.expected.tolerate(change.step):
             raise SplitError(
@@ -316,17 +318,53 @@ class SplitModel:
         return program
 
     def _recorded(self, call: RecordedCall) -> Program:
-        """Record a new program for one micro-batch, and prepare the stages for it."""
-        self.recordings += 1
+        """A new program for one micro-batch, derived from others if possible. The stages are prepared for it."""
         piece = call.piece
-        recording = self._recorder.record(*piece, keep=call.joins)
-        check_axes(recording, call.axes, self._dims)
-        tail = self._tail_of(recording, call) if call.joins else Tail(recording, call.axes, None, self._absent)
-        program = self._new_program(recording, tail, call.rows)
-        self._compare(program)
-        self._find_hooks(program, piece)
+        leaves, structure = flatten(piece)
+        program = self._derived(call, leaves, structure)
+        if program is None:
+            self.recordings += 1
+            recording = self._recorder.record(*piece, keep=call.joins)
+            check_axes(recording, call.axes, self._dims)
+            tail = self._tail_of(recording, call) if call.joins else Tail(recording, call.axes, None, self._absent)
+            program = self._new_program(recording, tail, call.rows)
+            self._compare(program)
+            self._find_hooks(program, piece)
+            self._groups.add(self._kind_of_group(call, leaves, structure), leaves, program)
         if self.members.add(program):
             self.place()
+        return program
+
+    def _kind_of_group(self, call: RecordedCall, leaves: Sequence[Any], structure: Structure) -> Hashable:
+        # Without the attributes that were read: a program is derived for other numbers in them, too.
+        kind = _kind(self._settings()[:-1], structure, leaves)
+        placed = [(x.requires_grad, x.device) for x in leaves if isinstance(x, Tensor)]
+        special = [min(size, 2) for size in sizes_of(leaves)]  # to PyTorch, 0 and 1 are not like other sizes
+        return call.joins, call.rows, kind, *placed, *special
+
+    def _derived(self, call: RecordedCall, leaves: Sequence[Any], structure: Structure) -> Program | None:
+        """A program for one micro-batch that follows from those of other sizes."""
+        home = TailDevice(self.devices[-1], self._recorder.mixed, hides=bool(self._absent))
+        open_modules = self._recorder.modules.open
+        found: tuple[RecordingGroup, Recording] | None = None
+        for group in self._groups.find(self._kind_of_group(call, leaves, structure)):
+            if (recording := group.take_calls(self.model, leaves, structure, home, open_modules)) is not None:
+                found = group, recording
+                break
+        # All ranks derive it, or none does.
+        if self._recorder.agree_on(None if found is not None else "another path") is not None or found is None:
+            return None
+        group, recording = found
+        program = self._new_program(recording, Tail(recording, call.axes, group.form, self._absent), call.rows)
+        program.expected.runs_hooks = group.runs_hooks
+        try:
+            quiet = undisturbed(self.model, self.devices, open_modules)
+            with quiet, torch.no_grad(), checking_sizes(recording):
+                self._recorder.run_stages(program, copies(leaves), self.members.find)
+        except GuardError:
+            return None
+        self._compare(program)
+        self._groups.add_derived(program, group)
         return program
 
     def _tail_of(self, recording: Recording, call: RecordedCall) -> Tail:
@@ -413,7 +451,7 @@ class SplitModel:
             except (ForwardChanged, TailNeedsMore) as change:
                 # State has changed since the recording, or the tail takes another branch for this micro-batch. The run
                 # of this step finds out what that means for all rows, and the next step compares again.
-                if isinstance(change, ForwardChanged) and program in recorded:
+                if isinstance(change, ForwardChanged) and program in recorded and not self._groups.reject(program):
                     self._drop(program)
                     raise SplitError(
                         f"forward() of {type(self.model).__name__} does something else in every run: {change}; move "
@@ -429,7 +467,7 @@ class SplitModel:
             if other:
                 program.mark_verified()
 
-    def _settings(self) -> Hashable:
+    def _settings(self) -> tuple[Hashable, ...]:
         """State that the code between blocks can depend on in addition to its arguments."""
         seen: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()]
         seen += [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]

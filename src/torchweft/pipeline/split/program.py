@@ -293,14 +293,19 @@ class Program:
 
     def fits(self, leaves: Sequence[Any], owned: Owned) -> bool:
         """Whether forward() takes the branches of this program for these inputs, as far as inputs determine them."""
-        if not self.prelude:
+        with suppress(GuardError):
+            self.check_branches(leaves, owned)
             return True
-        with suppress(GuardError), torch.no_grad():
+        return False
+
+    def check_branches(self, leaves: Sequence[Any], owned: Owned) -> None:
+        """See `fits`. Raises GuardError."""
+        if not self.prelude:
+            return
+        with torch.no_grad():
             values = self.given(leaves, owned, self.prelude)
             for step in self.prelude:
                 perform(step, step.leaves, values)
-            return True
-        return False
 
     def given(
         self, leaves: Sequence[Any], owned: Owned, steps: Iterable[Instruction], more: Iterable[RecordedValue] = ()

@@ -100,6 +100,11 @@ class ForwardRecorder:
     def replay(self, program: Program, leaves: Sequence[Any], owned: Owned, captured: Captured) -> Any:
         return program.replay(leaves, owned, captured)
 
+    def run_stages(self, program: Program, leaves: Sequence[Any], owned: Owned) -> None:
+        """Run the steps of all stages, without the tail. Raises GuardError."""
+        program.check_branches(leaves, owned)
+        program.replay(leaves, owned, {})
+
     def perform(self, step: Instruction, constants: Sequence[Any], values: Values) -> None:
         perform(step, constants, values)
 
