@@ -12,12 +12,12 @@ import torchweft as weft
 from tests.pipeline.pipe_cases import Early, Late, rows
 from tests.pipeline.recorded_launches import StandIn
 from torchweft.core.errors import BackwardTwiceError, ModuleChangedError, UsageError
-from torchweft.pipeline import pipe_runtime
+from torchweft.pipeline import graphed_step
 
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe_runtime, "recorder_kind", lambda devices: StandIn)
+    monkeypatch.setattr(graphed_step, "recorder_kind", lambda devices: StandIn)
 
 
 class Tied(nn.Module):

@@ -18,6 +18,7 @@ graph, or gradients of other outputs. A step that is still waiting for its backw
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -62,7 +63,7 @@ class StaticTensors:
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         self._form = [_layout_of(x) for x in given]
         once = [None if x is None else _distinct(x) for x in given]
-        self._memory = [None if x is None else torch.empty_strided(x.shape, x.stride(), **_kind_of(x)) for x in once]
+        self._memory = [None if x is None else x.new_empty_strided(x.shape, x.stride()) for x in once]
         # `data` has a version of its own. A `load` must not look like a write of a layer to an input.
         self.tensors = [
             None if x is None or memory is None else memory.data.as_strided(x.shape, x.stride(), 0)
@@ -77,10 +78,6 @@ class StaticTensors:
         if present:
             foreach_copy([memory for memory in self._memory if memory is not None], present)
         return True
-
-
-def _kind_of(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
 
 
 def _layout_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
@@ -141,14 +138,8 @@ class StepRecording:
     """The recorded walks of steps of one form. `expected` says, for gradients of the outputs that are None or not,
     which gradients of the step are None."""
 
-    def __init__(
-        self,
-        form: tuple[Any, ...],
-        recorder: LaunchRecorder,
-        stages: Sequence[Stage],
-        expected: Mapping[Missing, Missing],
-    ) -> None:
-        self.form, self._recorder, self._expected = form, recorder, expected
+    def __init__(self, recorder: LaunchRecorder, stages: Sequence[Stage], expected: Mapping[Missing, Missing]) -> None:
+        self._recorder, self._expected = recorder, expected
         self.weights = RecordedWeights(stages)
         self.walked = ForwardWalk({}, None, [])
         self._forward: tuple[StaticTensors, Callable[[], None]] | None = None
@@ -271,8 +262,15 @@ def _cause(error: BaseException) -> str:
 class GraphedStep:
     """The node of autograd of a step that is replayed. `cut` is the same step in the ordinary way."""
 
-    def __init__(self, cut: CutStep, recording: StepRecording, steps: "GraphedSteps", seeds: Any) -> None:
-        self._cut, self._recording, self._steps, self._seeds = cut, recording, steps, seeds
+    def __init__(
+        self,
+        cut: CutStep,
+        recording: StepRecording,
+        seeds: Sequence[Gradients] | None,
+        counts: dict[str, int],
+        reject: Callable[[str], None],
+    ) -> None:
+        self._cut, self._recording, self._seeds, self._counts, self._reject = cut, recording, seeds, counts, reject
         self._replayed = self.done = False
         self._versions: list[int] = []
 
@@ -284,7 +282,7 @@ class GraphedStep:
             tensors = self._recording.copied(tensors)
             self._versions = versions(self._recording.weights.originals.values())
             self.done = not step.tracked
-            self._steps.counts["replayed"] += self.done or self._seeds is not None
+            self._counts["replayed"] += self.done or self._seeds is not None
         return tensors, tracked
 
     def _walk(self, rng: RngStreams) -> list[Any]:
@@ -293,9 +291,9 @@ class GraphedStep:
             try:
                 walked = self._recording.forward(self._cut, rng, self._seeds)
             except RecordingError as error:
-                self._steps.reject(self._recording, str(error))
+                self._reject(str(error))
         else:  # the second call, because a layer that drew nothing before has drawn now
-            self._steps.drop(self._recording)
+            self._reject("")
         self._replayed = walked is not None
         self.done = not self._replayed
         return self._cut.keep(walked or self._cut.walk_forward(rng, self._seeds))
@@ -321,7 +319,7 @@ class GraphedStep:
         with cut.caller.restored():
             result = None if retain else self._replay_backward(gradients)
         self.done = True
-        self._steps.counts["ordinary" if result is None else "replayed"] += 1
+        self._counts["ordinary" if result is None else "replayed"] += 1
         if result is None:
             self._replayed = False
             with self._recording.weights.with_buffers_kept():
@@ -335,7 +333,7 @@ class GraphedStep:
         try:
             static = self._recording.backward(seeds, _missing(gradients))
         except RecordingError as error:
-            return self._steps.reject(self._recording, str(error))
+            return self._reject(str(error))
         return None if static is None else _copies(static)
 
     def _in_place(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -350,116 +348,101 @@ def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return copies
 
 
+@dataclass(eq=False)
+class _Form:
+    """Steps of one form: how many ordinary ones ended well, and what is known of them."""
+
+    form: tuple[Any, ...]
+    steps: int = 0
+    expected: dict[Missing, Missing] = field(default_factory=dict[Missing, Missing])
+    recording: StepRecording | None = None
+    failure: str = ""  # of a recording
+
+
 class WatchedStep:
     """An ordinary step, watched for the recording of later ones: it must end well, and leave its layers unchanged."""
 
-    def __init__(self, cut: CutStep, stages: Sequence[Stage], steps: "GraphedSteps", form: tuple[Any, ...]) -> None:
-        self._cut, self._stages, self._steps, self._form = cut, stages, steps, form
-        self._change = ""
+    def __init__(self, cut: CutStep, stages: Sequence[Stage], form: _Form, changes: Counter[str]) -> None:
+        self._cut, self._stages, self._form, self._changes = cut, stages, form, changes
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         before = marks_of(self._stages)
         result = self._cut.forward()
         self._change = changed_attribute(self._stages, before)
         if not self._cut.step.tracked:
-            self._steps.note(self._form, (), (), self._change)
+            self._note((), ())
         return result
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`."""
         result = self._cut.backward(gradients, retain=retain)
-        self._steps.note(self._form, _missing(gradients), _missing(result), self._change)
+        self._note(_missing(gradients), _missing(result))
         return result
 
-
-@dataclass
-class _Seen:
-    form: tuple[Any, ...]
-    steps: int = 0  # that ended well
-    expected: dict[Missing, Missing] = field(default_factory=dict[Missing, Missing])
-    failure: str = ""  # of a recording
+    def _note(self, missing: Missing, result: Missing) -> None:
+        if self._change:
+            self._changes[self._change] += 1
+        else:
+            self._changes.clear()
+            self._form.steps += 1
+            self._form.expected[missing] = result
 
 
 class GraphedSteps:
-    """The recordings of one pipe. `strict`: an obstacle is an error, unless there is a recording already."""
+    """The recordings of one pipe. `strict`: an obstacle is an error, unless a step was replayed before."""
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        loss: LossStage | None,
-        uses: Sequence[RandomUse],
-        make: MakeRecorder | None,
-        *,
-        strict: bool,
+        self, stages: Sequence[Stage], loss: LossStage | None, uses: Sequence[RandomUse], *, strict: bool
     ) -> None:
-        self._stages, self._loss, self._uses, self._make, self._strict = stages, loss, uses, make, strict
-        self._recordings: list[StepRecording] = []  # the one that was used last comes last
-        self._seen: list[_Seen] = []
-        self._changes = 0  # ordinary steps in a row that changed a layer
-        self._changing = ""
+        self._stages, self._loss, self._uses, self._strict = stages, loss, uses, strict
+        self.make = recorder_kind([stage.device for stage in stages])
+        self._forms: list[_Form] = []  # the one of the last step comes last
+        self._changes: Counter[str] = Counter()  # of layers by themselves, in the ordinary steps since one without any
         self.counts = {"replayed": 0, "ordinary": 0}  # steps
-        self.reason = ""  # why the last ordinary step was not replayed
+        self._reason = ""  # why the last ordinary step was not replayed
 
-    def choose(
-        self, cut: CutStep, scans: Mapping[int, ModuleScan], owners: Mapping[int, Tensor], *, observed: bool
-    ) -> tuple[CutFunction, bool]:
+    def choose(self, cut: CutStep, scans: Mapping[int, ModuleScan], *, observed: bool) -> tuple[CutFunction, bool]:
         """The way to run this step, and whether steps like it can be replayed. Raises UsageError if it is strict."""
         if reason := passing_obstacle(observed):
             return self._ordinary(cut, reason), True
         stages = [*self._stages, *([self._loss] if self._loss is not None and len(self._stages) in scans else [])]
         seeds = cut.seeds()
-        form = *form_of(cut.step, stages), [x is None for x in _flat(seeds or ())]
-        recording = next((known for known in self._recordings if known.form == form), None)
-        if recording is None:
-            seen = next((known for known in self._seen if known.form == form), None) or _Seen(form)
-            reason = self._changing or seen.failure or obstacle_to(cut.step, stages, scans, self._uses, owners)
-            if self._make is None:
-                reason = "a stage is not on a CUDA device"
-            if reason or self._make is None:
+        key = *form_of(cut.step, stages), _missing(_flat(seeds or ()))
+        form = next((known for known in self._forms if known.form == key), None) or _Form(key)
+        self._forms = [*[known for known in self._forms if known is not form], form][-_FORMS:]
+        if form.recording is None:
+            reason = form.failure or obstacle_to(cut.step, stages, scans, self._uses)
+            for change, times in self._changes.items():
+                # Not at once, because layers fill caches in their first step.
+                reason = reason or (f"{change} in every call" if times > _EQUAL_STEPS else "")
+            if self.make is None or reason:
+                reason = reason if self.make else "a stage is not on a CUDA device"
                 self._refuse(reason)
                 return self._ordinary(cut, reason), False
-            if seen.steps < _EQUAL_STEPS:
-                self._seen = [*[known for known in self._seen if known is not seen], seen][-_FORMS:]
-                steps = f"{seen.steps} of {_EQUAL_STEPS} equal steps were seen"
-                return WatchedStep(self._ordinary(cut, steps), stages, self, form), True
-            recording = StepRecording(form, self._make(), stages, seen.expected)
-        step = GraphedStep(cut, recording, self, seeds)
-        if not recording.claim(step):
+            if form.steps < _EQUAL_STEPS:
+                steps = f"{form.steps} of {_EQUAL_STEPS} equal steps were seen"
+                return WatchedStep(self._ordinary(cut, steps), stages, form, self._changes), True
+            form.recording = StepRecording(self.make(), stages, form.expected)
+            for old in [known for known in self._forms if known.recording is not None][:-_RECORDINGS]:
+                old.recording = None
+        step = GraphedStep(cut, form.recording, seeds, self.counts, lambda reason: self._reject(form, reason))
+        if not form.recording.claim(step):
             return self._ordinary(cut, "an earlier step still waits for its backward"), True
-        self._recordings = [*[known for known in self._recordings if known is not recording], recording][-_RECORDINGS:]
         return step, True
 
     def statistics(self) -> dict[str, Any]:
-        return {"cuda_graph": {**self.counts, "reason": self.reason}} if any(self.counts.values()) else {}
+        return {"cuda_graph": {**self.counts, "reason": self._reason}} if any(self.counts.values()) else {}
 
     def _ordinary(self, cut: CutStep, reason: str) -> CutStep:
         self.counts["ordinary"] += 1
-        self.reason = reason
+        self._reason = reason
         return cut
+
+    def _reject(self, form: _Form, reason: str) -> None:
+        form.recording, form.failure, self._reason = None, reason, reason
+        if reason:
+            self._refuse(reason)
 
     def _refuse(self, reason: str) -> None:
         if self._strict and not self.counts["replayed"]:
             raise UsageError(f"executor='cuda_graph' cannot record the steps of this pipe: {reason}; {_REMEDY}")
-
-    def note(self, form: tuple[Any, ...], missing: Missing, result: Missing, change: str) -> None:
-        """Note an ordinary step that ended well."""
-        self._changes = self._changes + 1 if change else 0
-        if self._changes > _EQUAL_STEPS:  # not at once, because layers fill caches in their first step
-            self._changing = f"{change} in every call"
-        for seen in self._seen:
-            if seen.form == form and not change:
-                seen.steps += 1
-                seen.expected[missing] = result
-
-    def reject(self, recording: StepRecording, reason: str) -> None:
-        """Forget a recording that failed. Raises UsageError if this is strict."""
-        self.drop(recording)
-        for seen in self._seen:
-            if seen.form == recording.form:
-                seen.failure = reason
-        self.reason = reason
-        self._refuse(reason)
-
-    def drop(self, recording: StepRecording) -> None:
-        """Forget a recording whose steps cannot be replayed."""
-        self._recordings = [known for known in self._recordings if known is not recording]

@@ -306,13 +306,8 @@ class MiniBatch:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Everything but the numbers in the tensors. Mini-batches of one form go through the same operators."""
+        """Everything but the numbers in the tensors. A leaf of which this is not known is an `object`."""
         return self.split, self._structures, [_form_of(leaf) for leaf in self._leaves]
-
-    @property
-    def unfit(self) -> str:
-        """The type of a leaf whose `form` says nothing. Empty if there is none."""
-        return next((type(leaf).__name__ for leaf in self._leaves if type(_form_of(leaf)) is object), "")
 
     def uploaded(self, upload: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
         """The tensors that are given, after `upload` of those that are cut, as in `leaves`."""
@@ -384,14 +379,14 @@ class MiniBatch:
         return parts
 
 
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 
 
 def _form_of(leaf: Any) -> Any:
     if type(leaf) is Tensor and leaf.layout is torch.strided:
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     # The type too, because True == 1 == 1.0. An object that can change inside is equal to nothing.
-    return (type(leaf), leaf) if type(leaf) in _PLAIN else object()
+    return (type(leaf), leaf) if type(leaf) in PLAIN else object()
 
 
 class JoinedOutput:

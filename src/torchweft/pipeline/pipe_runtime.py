@@ -37,7 +37,7 @@ from torchweft.pipeline.autotune import (
 from torchweft.pipeline.checks import collective_layers, reject_cached_weights, reject_steps, reject_workers
 from torchweft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, never_recomputes
 from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
-from torchweft.pipeline.graphed_step import GraphedSteps, recorder_kind
+from torchweft.pipeline.graphed_step import GraphedSteps
 from torchweft.pipeline.loss import LossFunction, LossScale, LossSeed, LossStage, LossWeight, LossWeights, WeightedLoss
 from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch
 from torchweft.pipeline.pipeline_plan import Crossing, PipelinePlan, staged_plan
@@ -200,14 +200,12 @@ class PipeRuntime:
         # The choice depends on time, so processes would choose differently, and their collectives would not match.
         if executor == "auto" and self._checks.has_collectives:
             executor = "serial"
-        make = recorder_kind(devices)
-        self.graphs = GraphedSteps(self.stages, self._loss, self.uses, make, strict=executor == "cuda_graph")
+        self.graphs = GraphedSteps(self.stages, self._loss, self.uses, strict=executor == "cuda_graph")
         self._clock = partial(time_after, frozenset(devices))
         one_device = len(set(devices)) == 1
         uncut = one_device and allows_external_loss and self._keep_rules.never_recomputes
         serial = one_device or several_gpus(devices)
-        # What a recording cannot do is found out in its first step, except for stages of split=, which never can.
-        graphs = make is not None and all(type(stage) is Stage for stage in self.stages)
+        graphs = self.graphs.make is not None and all(type(stage) is Stage for stage in self.stages)
         self.layouts = LayoutTuner(executor, len(devices), serial=serial, uncut=uncut, graphs=graphs)
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
@@ -252,7 +250,7 @@ class PipeRuntime:
         cut = self._cut_step(call, step, scans)
         function: CutFunction = cut
         if picked == "cuda_graph":
-            function, possible = self.graphs.choose(cut, scans, call.owners, observed=call.observer is not None)
+            function, possible = self.graphs.choose(cut, scans, observed=call.observer is not None)
             if not possible:
                 self.layouts.exclude(kind, picked)
                 report = None

@@ -7,8 +7,8 @@ A replay runs no Python code of the layers. What this code reads is frozen in th
 Two attributes that are not plain values are equal if they are the same object, with the same number of items.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
-from itertools import chain, islice
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -19,10 +19,10 @@ from torchweft.core.context import has_local_modes
 from torchweft.core.rng import RandomUse
 from torchweft.pipeline.checks import collective_layers
 from torchweft.pipeline.loss import LossStage
+from torchweft.pipeline.microbatch import PLAIN
 from torchweft.pipeline.stage import HOOKS, TABLES, ModuleScan, Stage, has_global_hooks
 from torchweft.pipeline.step import PipeStep
 
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _SIZED = (list, dict, set, tuple)
 
 
@@ -62,7 +62,7 @@ def _marks_of_module(module: nn.Module) -> Iterator[Hashable]:
     attributes = vars(module)
     yield len(attributes)
     for value in islice(attributes.values(), TABLES, None):
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             yield type(value), value
         else:
             yield id(value), len(cast("Sized", value)) if isinstance(value, _SIZED) else 0
@@ -99,24 +99,25 @@ def passing_obstacle(observed: bool) -> str:
 
 
 def obstacle_to(
-    step: PipeStep,
-    stages: Sequence[Stage],
-    scans: Mapping[int, ModuleScan],
-    uses: Sequence[RandomUse],
-    owners: Mapping[int, Tensor],
+    step: PipeStep, stages: Sequence[Stage], scans: Mapping[int, ModuleScan], uses: Sequence[RandomUse]
 ) -> str:
     """The reason why steps like this one cannot be recorded. Empty if none is known."""
-    for find in (_obstacle_in_layout, _obstacle_in_modules):
-        if reason := find(stages):
-            return reason
-    if kind := step.mini_batch.unfit:
-        return f"an argument is a {kind}, and a recording cannot tell whether it has changed"
+    if any(type(stage) not in (Stage, LossStage) for stage in stages):
+        return "split= chooses the program of its stages anew in each step"
+    if found := collective_layers(stage.layers for stage in stages):
+        return f"layer {found[0].layer!r} of stage {found[0].stage} communicates with other processes"
+    for stage in stages:
+        if stage.hooked:
+            return f"pipe.partitions[{stage.index}] has hooks, which run on the host"
+        for name, module in modules_of([stage]):
+            if reason := _obstacle_in(module):
+                return f"layer {name!r} ({type(module).__name__}) of stage {stage.index} {reason}"
+    if any(type(leaf) is object for leaf in step.mini_batch.form[-1]):
+        return "an argument is no plain value, and a recording cannot tell whether it has changed"
     if any(x.device.type == "cpu" for x in step.mini_batch.shared) and stages[0].device.type != "cpu":
         return "a tensor that every micro-batch gets whole is on the CPU; move it to the device of the first stage"
     if step.deferred:
         return "deferred batch norm sums its statistics on the host"
-    if owners:
-        return "a parameter is copied to another device in each step"
     if any(isinstance(stage, LossStage) and stage.reads_targets for stage in stages):
         return "the host looks for targets that the loss does not count; give Pipe loss_weight="
     for number, scan in scans.items():
@@ -126,38 +127,12 @@ def obstacle_to(
     return ""
 
 
-def _obstacle_in_layout(stages: Sequence[Stage]) -> str:
-    if any(type(stage) not in (Stage, LossStage) for stage in stages):
-        return "split= chooses the program of its stages anew in each step"
-    if found := collective_layers(stage.layers for stage in stages):
-        return f"layer {found[0].layer!r} of stage {found[0].stage} communicates with other processes"
+def _obstacle_in(module: nn.Module) -> str:
+    if any(getattr(module, table) for table in HOOKS):
+        return "has hooks, which run on the host"
+    if isinstance(module, StepsInBackward):
+        return "calls another process, which the host has to wait for"
+    tensors = [x for table in (module._parameters, module._buffers) for x in table.values() if x is not None]
+    if any(type(x) not in (Tensor, nn.Parameter, nn.Buffer) or x.layout is not torch.strided for x in tensors):
+        return "has parameters or buffers of a special type or layout"
     return ""
-
-
-def _obstacle_in_modules(stages: Sequence[Stage]) -> str:
-    for stage in stages:
-        if stage.hooked:
-            return f"pipe.partitions[{stage.index}] has hooks, which run on the host"
-        for name, module in modules_of([stage]):
-            where = f"layer {name!r} ({type(module).__name__}) of stage {stage.index}"
-            for reason, present in _REASONS.items():
-                if present(module):
-                    return f"{where} {reason}"
-    return ""
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, table) for table in HOOKS)
-
-
-def _has_odd_tensors(module: nn.Module) -> bool:
-    tensors = chain(module._parameters.values(), module._buffers.values())
-    plain = (Tensor, nn.Parameter, nn.Buffer)
-    return any(x is not None and (type(x) not in plain or x.layout is not torch.strided) for x in tensors)
-
-
-_REASONS: dict[str, Callable[[nn.Module], bool]] = {
-    "has hooks, which run on the host": _has_hooks,
-    "calls another process, which the host has to wait for": lambda module: isinstance(module, StepsInBackward),
-    "has parameters or buffers of a special type or layout": _has_odd_tensors,
-}
