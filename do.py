@@ -56,7 +56,10 @@ EXTRAS = {
 }
 # Tests run in one process per core. A file is not divided, because its tests share servers and compiled cells.
 TESTS = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--progress", "30")
-DOCS = ("build", "--strict")
+# `docs serve` builds again after each change of a page or of a source.
+SITE = ("-b", "dirhtml", "-d", "build/doctrees", "docs", "build/site")
+BUILD = ("sphinx", "--fail-on-warning", "--keep-going", *SITE)
+SERVE = ("sphinx_autobuild", "--watch", "src", "--ignore", "*/docs/reference/*", *SITE)
 MODULES = {"test": TESTS, "bench": ("benchmarks",)}
 
 
@@ -202,7 +205,8 @@ def run(command: str, rest: Sequence[str]) -> int:
     if command == "":
         return run_all({name: example(name) for name in EXAMPLES}, "all examples ran")
     if command == "docs":
-        return call([PYTHON, "-m", "mkdocs", *(rest or DOCS)])
+        serve = rest[:1] == ["serve"]
+        return call([PYTHON, "-m", *(SERVE if serve else BUILD), *rest[serve:]])
     if command == "mutants":
         return call([PYTHON, ROOT / "tools" / "mutants.py", *rest])
     argv = example(command) if command in EXAMPLES else [PYTHON, "-m", *MODULES[command]]

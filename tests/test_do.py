@@ -87,8 +87,12 @@ def test_first_run_creates_a_venv_installs_and_runs(do: ModuleType, shell: Shell
         (["mutants", "tests/core"], "{root}/tools/mutants.py tests/core"),
         (["bench"], "-m benchmarks"),
         (["bench", "pipeline"], "-m benchmarks pipeline"),
-        (["docs"], "-m mkdocs build --strict"),
-        (["docs", "serve"], "-m mkdocs serve"),
+        (["docs", "-q"], "-m sphinx --fail-on-warning --keep-going -b dirhtml -d build/doctrees docs build/site -q"),
+        (
+            ["docs", "serve", "--port", "80"],
+            "-m sphinx_autobuild --watch src --ignore */docs/reference/* -b dirhtml -d build/doctrees docs build/site "
+            "--port 80",
+        ),
     ],
 )
 def test_each_command_runs_its_module_with_its_words(

@@ -12,6 +12,7 @@ import inspect
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 import torchweft as weft
-from tests.processes import ROOT, SOURCE, torchrun
+from tests.processes import ROOT, SOURCE, run, torchrun
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")]
@@ -98,8 +99,9 @@ def without_numbers(text: str) -> str:
 @pytest.mark.parametrize("page", RANK_PAGES, ids=lambda page: page.name)
 def test_code_for_torchrun_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
     code = "\n".join(RANK_BLOCK.findall(page.read_text(encoding="utf-8")))
-    if absent := [name for name in ("transformers", "peft") if name in code and not importlib.util.find_spec(name)]:
-        pytest.skip(f"{page.name} needs {' and '.join(absent)}; the extra `lora` brings them")
+    extras = ("transformers", "peft", "lightning")
+    if absent := [name for name in extras if name in code and not importlib.util.find_spec(name)]:
+        pytest.skip(f"{page.name} needs {' and '.join(absent)}; extras of pyproject.toml bring them")
     program = tmp_path / f"{page.stem}.py"
     program.write_text(code, encoding="utf-8")
     done = torchrun(2, program)
@@ -122,12 +124,12 @@ def test_links_of_a_page_have_targets(page: Path) -> None:
     assert missing == []
 
 
-def test_site_navigates_to_every_page_of_docs() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
-    listed = [page for page in re.findall(r"([\w./]+\.md)$", navigation, re.MULTILINE) if "/main/" not in page]
-    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
-    assert {page for page in listed if not page.startswith("reference/")} == pages
-    assert len(listed) == len(set(listed))
+def test_site_navigates_to_every_page_of_docs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the settings add to it
+    navigation: dict[str, dict[str, str]] = runpy.run_path(str(ROOT / "docs" / "conf.py"))["navigation"]
+    links = [link for part in navigation.values() for link in part.values() if not link.startswith("https:")]
+    pages = [page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES[1:]]
+    assert sorted(["index", *links]) == sorted([*pages, "reference/index"])
 
 
 @pytest.mark.parametrize("name", ["README.md", "SECURITY.md"])
@@ -195,14 +197,15 @@ def test_example_of_every_public_name_runs(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)  # half a minute on a quiet machine
 def test_site_builds_without_a_warning_and_has_all_names(tmp_path: Path) -> None:
-    if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("documentation site: there is no mkdocs; the extra `docs` brings it")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if missing := [name for name in ("sphinx", "furo", "myst_parser") if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"documentation site: there is no {missing[0]}; the extra `docs` brings it")
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-b", "dirhtml", "-d", str(tmp_path / "doctrees")]
+    done = run([sys.executable, "-m", "sphinx", *options, "docs", str(tmp_path)])
     assert done.returncode == 0, done.stdout + done.stderr
     reference = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "reference").rglob("index.html"))
-    identifiers = set(re.findall(r'id="torchweft[.\w]*\.(\w+)"', reference))
+    identifiers = set(re.findall(r'id="weft[.\w]*\.(\w+)"', reference))
     for module in map(importlib.import_module, PUBLIC):
         things = {name: getattr(module, name) for name in module.__all__}
         described = {name for name, thing in things.items() if inspect.isclass(thing) or inspect.isfunction(thing)}

@@ -167,19 +167,6 @@ def test_no_text_installs_the_unrelated_weft() -> None:
     assert found == {}, "the distribution is torchweft"
 
 
-@pytest.mark.long
-def test_type_checker_finds_a_misspelt_argument(tmp_path: Path) -> None:
-    tool = Path(CHECKS["pyright"][0])
-    if not tool.exists():
-        pytest.skip(f"types: there is no {tool.name} in {tool.parent}; the extra `test` brings it")
-    lines = ["import torchweft as weft", "weft.LSTM(8, 8, 2, True, memory='states')", "weft.LSTM(8, 8, num_layer=2)"]
-    (tmp_path / "user.py").write_text("\n".join(lines))
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(SOURCE)]}))
-    seen = run([str(tool), "--pythonpath", sys.executable, "--outputjson", "-p", str(tmp_path)])
-    found = json.loads(seen.stdout)["generalDiagnostics"]
-    assert [(one["range"]["start"]["line"], one["rule"]) for one in found] == [(2, "reportCallIssue")], found
-
-
 def test_package_ships_its_types() -> None:
     assert (SOURCE / "torchweft" / "py.typed").exists()
 

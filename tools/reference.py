@@ -1,29 +1,32 @@
-"""Hook of MkDocs: the pages of the API reference, and links from docs/ into the repository.
+"""Extension of Sphinx: the navigation, the pages of the API reference, and links from docs/ into the repository.
 
-mkdocstrings renders one object. Nothing in it decides which objects share a page, and a page for a whole package would
-list every name as often as it is exported. This hook therefore writes a page for each package of the API, with each
-public name once: on the first page whose `__all__` has it. `griffe` reads the sources without importing them.
+`autodoc` documents one object. Nothing in it decides which objects share a page, and a page for a whole package would
+list every name as often as it is exported. This extension therefore writes docs/reference/ with a page for each package
+of the API, with each public name once: on the first page whose `__all__` has it.
 
 A file under docs/ links to code by relative paths, as GitHub needs them. Files outside docs/ are not part of the site,
 so such links become addresses in the repository.
 
-The class `NameLinks` is an extension of griffe: in docstrings, a name in single backticks becomes a link.
+In docstrings, a name in single backticks becomes a link if the reference has it.
 """
 
 from __future__ import annotations
 
-import logging
+import inspect
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import griffe
-from mkdocs.structure.files import File, Files
+from docutils import nodes
+from sphinx.util import logging
+from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).resolve().parents[1]
-REPOSITORY = "https://github.com/torchweft-ml/torchweft"
+DOCS = ROOT / "docs"
 PACKAGE = "torchweft"
 PAGES = {
     "pipeline": "Pipelines: models in stages",
@@ -32,6 +35,7 @@ PAGES = {
     "pipeline.skip": "Skip connections",
     "checkpoint": "Checkpoints of pipes and plain modules",
     "report": "Recordings and pictures of a step",
+    "compat.torchgpipe": "The interface of torchgpipe",
     "recurrent": "Recurrent networks from any cell",
     "recurrent.layers": "Layers in place of those of torch.nn",
     "recurrent.cells": "Known cells, and wrappers around cells",
@@ -41,10 +45,9 @@ PAGES = {
     "experts.mixture": "Mixtures of experts",
     "experts.discovery": "Directories of servers",
     "experts.replication": "Replicas",
-    "compat.torchgpipe": "The interface of torchgpipe",
     "errors": "Errors and warnings",
 }
-"""Packages and modules with a page, and their subjects. `mkdocs.yml` has the same pages in its navigation."""
+"""Packages and modules with a page, and their subjects."""
 PLACES = {
     "core.context": "pipeline",
     "pipeline.tracing": "report",
@@ -55,123 +58,97 @@ PLACES = {
 }
 """Modules without a page whose public names have one, by the package of that page."""
 
-# A link with a relative target, and the fence of the blocks that the tests run on several ranks.
+# A link with a relative target.
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
-_RANK_FENCE = re.compile(r"^```python torchrun$", re.MULTILINE)
-_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=`)")
-_SINGLE = re.compile(r"(?<![`\w])`([A-Za-z_][\w.]*)(\(\))?`(?!`)")
+_SECTION = re.compile(r"(Args|Attributes|Example|Examples|Raises|Returns|Yields):$")
 
-log = logging.getLogger("mkdocs.hooks.reference")
+log = logging.getLogger(__name__)
 
 
 @cache
-def public_api() -> griffe.Object:
-    """The package, read from its sources."""
-    loaded = griffe.load(PACKAGE, search_paths=[ROOT / "src"], resolve_aliases=True, resolve_external=False)
-    assert isinstance(loaded, griffe.Object)
-    return loaded
-
-
-def exports_of(package: str) -> list[str]:
-    """The `__all__` of a package of the API, "" for the top."""
-    module = public_api()[package] if package else public_api()
-    return sorted((str(name) for name in module.exports or ()), key=str.lower)
-
-
-@cache
-def documented_names() -> dict[str, dict[str, str]]:
-    """For each page its names: the name in the heading -> the identifier for mkdocstrings.
+def documented_names() -> dict[str, dict[str, Any]]:
+    """For each page its classes and functions, by the names in the headings.
 
     A name of the top package is documented under that name, because users write ``weft.Pipe``.
     """
     seen: set[str] = set()
-    pages: dict[str, dict[str, str]] = {page: {} for page in PAGES}
-    for name in exports_of(""):
-        target, identifier = exported(name)
-        if not target.is_module:
-            pages[page_of(target.canonical_path)][f"weft.{name}"] = identifier
-            seen.add(target.canonical_path)
-    for package in PAGES:
-        for name in exports_of(package):
-            target, identifier = exported(f"{package}.{name}")
-            path = target.canonical_path
-            # Constants can lack a docstring, and modules have a page or belong to one.
-            if path not in seen and not target.is_module and target.has_docstring:
-                page = max(package, page_of(path), key=len)
-                pages[page][f"weft.{package}.{name}"] = identifier
+    pages: dict[str, dict[str, Any]] = {page: {} for page in PAGES}
+    for package in ("", *PAGES):
+        module = import_module(f"{PACKAGE}.{package}".rstrip("."))
+        for name in sorted(getattr(module, "__all__", ()), key=str.lower):
+            thing = getattr(module, name)
+            path = f"{thing.__module__}.{thing.__qualname__}" if is_documented(thing) else None
+            if path and path not in seen:
                 seen.add(path)
+                page = max(package, page_of(path), key=len) if package else page_of(path)
+                pages[page][".".join(filter(None, ("weft", package, name)))] = thing
     return pages
 
 
-def exported(path: str) -> tuple[griffe.Object | griffe.Alias, str]:
-    """The object of a public name, and its identifier for mkdocstrings."""
-    target, name = public_api()[path], path.rpartition(".")[2]
-    if target.is_module and name in target.members and not target[name].is_module:
-        # For a function with the name of its module, such as `skippable`, griffe finds the module.
-        return target[name], target[name].canonical_path
-    return target, f"{PACKAGE}.{path}"
+def is_documented(thing: Any) -> bool:
+    """Whether a public name has a place in the reference. Modules have a page, or belong to one."""
+    return (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__.startswith(PACKAGE)
 
 
 def page_of(path: str) -> str:
-    """The page for an object of the package, by the longest prefix of its canonical path."""
+    """The page for an object of the package, by the longest prefix of its path."""
     module = path.removeprefix(f"{PACKAGE}.")
     places = {**{page: page for page in PAGES}, **PLACES}
     return places[max((place for place in places if f"{module}.".startswith(f"{place}.")), key=len)]
 
 
-def summary(text: str) -> str:
-    """The first sentence of a docstring, in one line, without the single backticks that `NameLinks` turns to links."""
-    paragraph = " ".join(text.strip().partition("\n\n")[0].split())
-    return re.split(r"(?<=[.])\s(?=[A-Z`])", _ROLE.sub("", paragraph))[0].rstrip(":").replace("|", "\\|")
-
-
 def index_page() -> str:
     """The first page: the names of the top package, and the other pages."""
-    lines = [
-        "# API reference",
-        "",
-        "Names of the package, for `import torchweft as weft`:",
-        "",
-        "| name | |",
-        "|---|---|",
-    ]
-    for names in documented_names().values():
-        for name, path in names.items():
-            if name.count(".") == 1:
-                lines.append(f"| [`{name}`][{path}] | {summary(docstring(path))} |")
-    lines += ["", "Packages:", "", "| package | |", "|---|---|"]
-    lines += [f"| [`weft.{page}`]({page}.md) | {subject} |" for page, subject in PAGES.items()]
-    return "\n".join(lines) + "\n"
+    names = [name for page in documented_names().values() for name in page if name.count(".") == 1]
+    links = [f"   weft.{page}: {subject} <{page}>" for page, subject in PAGES.items()]
+    text = "Names of the package, for ``import torchweft as weft``:"
+    return "\n".join([*heading("API reference"), text, *table(names), "Packages:", "", ".. toctree::", "", *links, ""])
 
 
 def package_page(page: str) -> str:
     """The page of one package: its names in a table, and then each of them in full."""
-    lines = [f"# {PAGES[page].partition(':')[0]}", "", f"`{PACKAGE}.{page}`", "", "| name | |", "|---|---|"]
     names = documented_names()[page]
-    lines += [f"| [`{name}`][{path}] | {summary(docstring(path))} |" for name, path in names.items()]
-    for name, path in names.items():
-        label = name.rpartition(".")[2]
-        lines += ["", f"::: {path}", "    options:", f'      heading: "{name}"', f'      toc_label: "{label}"']
+    lines = [*heading(PAGES[page].partition(":")[0]), f"``{PACKAGE}.{page}``", *table(names)]
+    for name, thing in names.items():
+        error = inspect.isclass(thing) and issubclass(thing, BaseException)
+        kind = "exception" if error else "class" if inspect.isclass(thing) else "function"
+        lines += ["", f".. auto{kind}:: {name}"]
     return "\n".join(lines) + "\n"
 
 
-def docstring(path: str) -> str:
-    """The docstring of an object of the package."""
-    found = public_api()[path.removeprefix(f"{PACKAGE}.")].docstring
-    return found.value if found else ""
+def heading(text: str) -> list[str]:
+    """The lines of a title."""
+    return [text, "=" * len(text), ""]
 
 
-def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the reference, which exist only in memory."""
+def table(names: Any) -> list[str]:
+    """The lines of a table of names with their first sentences."""
+    return ["", ".. autosummary::", "   :nosignatures:", "", *(f"   {name}" for name in names), ""]
+
+
+def write_pages(app: Any) -> None:
+    """Write docs/reference/, which git ignores. Equal files stay, so that Sphinx does not read them again."""
+    # Headings and links have the name that users write. Without this, Python would load the package once more.
+    documented_names()
+    for name, module in [*sys.modules.items()]:
+        if name == PACKAGE or name.startswith(f"{PACKAGE}."):
+            sys.modules[f"weft{name.removeprefix(PACKAGE)}"] = module
     pages = {"index": index_page()} | {page: package_page(page) for page in PAGES}
+    folder = DOCS / "reference"
+    folder.mkdir(exist_ok=True)
     for page, text in pages.items():
-        files.append(File.generated(config, f"reference/{page}.md", content=text))
-    return files
+        file = folder / f"{page}.rst"
+        if not file.exists() or file.read_text("utf-8") != text:
+            file.write_text(text, "utf-8")
+    for file in folder.glob("*.rst"):
+        if file.stem not in pages:
+            file.unlink()
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Redirect links to files outside docs/ into the repository, and rewrite fences for MkDocs."""
-    folder = PurePosixPath("docs", page.file.src_uri).parent
+def rewrite_page(app: Any, page: str, source: list[str]) -> None:
+    """Redirect links to files outside docs/ into the repository, and add the navigation to the first page."""
+    folder = PurePosixPath("docs", page).parent
+    repository = app.config.html_theme_options["source_repository"]
 
     def into_repository(link: re.Match[str]) -> str:
         path, anchor = link.groups(default="")
@@ -180,11 +157,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return link.group()
         target = ROOT.joinpath(*parts)
         if not target.exists():
-            log.warning(f"{page.file.src_uri} links to {path}, which is not in the repository")
-        kind = "tree" if target.is_dir() else "blob"
-        return f"]({REPOSITORY}/{kind}/main/{'/'.join(parts)}{anchor})"
+            log.warning("%s links to %s, which is not in the repository", page, path)
+        return f"]({repository}/{'tree' if target.is_dir() else 'blob'}/main/{'/'.join(parts)}{anchor})"
 
-    return _LINK.sub(into_repository, _RANK_FENCE.sub("```python", markdown))
+    if not page.startswith("reference/"):
+        source[0] = _LINK.sub(into_repository, source[0])
+    if page == "index":
+        for caption, links in app.config.navigation.items():
+            lines = [f"{title} <{target}>" for title, target in links.items()]
+            source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *lines, "```", ""])
 
 
 def resolved_parts(path: PurePosixPath) -> Iterator[str]:
@@ -198,59 +179,55 @@ def resolved_parts(path: PurePosixPath) -> Iterator[str]:
     return iter(parts)
 
 
-class NameLinks(griffe.Extension):
-    """Links from the docstrings to the names that they mention, and headings for their examples."""
-
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite one docstring."""
-        if obj.docstring is None:
-            return
-        text = re.sub(r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
-        text = _ROLE.sub("", text)
-        owner = obj if obj.is_class else obj.parent
-        obj.docstring.value = _SINGLE.sub(lambda name: link_to(name.group(1), name.group(2) or "", owner), text)
-
-
-def link_to(name: str, call: str, owner: griffe.Object | None) -> str:
-    """A name in code, as a link if the reference has it. `owner` is the class or module around the docstring."""
-    label = f"`{name}{call}`"
-    for path in candidates(name, owner):
-        if path in identifiers():
-            # With `optional`, a name that turns out to be on no page is plain code, and not a warning.
-            return f'<autoref optional identifier="{path}">{label}</autoref>'
-    return label
+def mark_drawings(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Mark indented blocks of a docstring, which are drawings, as literal text."""
+    marked: list[str] = []
+    for number, line in enumerate(lines):
+        marked.append(line)
+        following = lines[number + 1 : number + 3]
+        is_text = line and not line.startswith((" ", "- ")) and not _SECTION.match(line)
+        if is_text and len(following) == 2 and not following[0] and following[1].startswith("    "):
+            marked += ["", "::"]
+    lines[:] = marked
 
 
-def candidates(name: str, owner: griffe.Object | None) -> Iterator[str]:
-    """The paths that a name in a docstring can stand for: `weft.Pipe`, `Pipe.step`, or `step` in the class itself."""
-    if name.startswith(("weft.", f"{PACKAGE}.")):
-        yield f"{PACKAGE}.{name.partition('.')[2]}"
-    elif owner is not None:
-        if owner.is_class:
-            yield f"{owner.canonical_path}.{name}"
-        yield f"{owner.module.path}.{name}"
-    first, _, rest = name.partition(".")
-    yield from (f"{path}{rest and f'.{rest}'}" for path in shortest().get(first, ()))
+def skip_fields(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out fields of named tuples that have no text of their own."""
+    return True if str(getattr(thing, "__doc__", "")).startswith("Alias for field number") else None
 
 
-@cache
-def identifiers() -> frozenset[str]:
-    """All paths of documented names and of their members, by every way to import them."""
-    paths: set[str] = set()
-    for names in documented_names().values():
-        for path in names.values():
-            target = public_api()[path.removeprefix(f"{PACKAGE}.")]
-            members = [name for name in target.members if not name.startswith("_")] if target.is_class else []
-            for prefix in (path, target.canonical_path):
-                paths |= {prefix, *(f"{prefix}.{name}" for name in members)}
-    return frozenset(paths)
+def hide_object(app: Any, name: str, thing: Any, options: Any, bases: list[Any]) -> None:
+    """Show only bases that say something."""
+    bases[:] = [base for base in bases if base is not object]
 
 
-@cache
-def shortest() -> dict[str, list[str]]:
-    """The documented paths for a name without its package."""
-    found: dict[str, list[str]] = {}
-    for names in documented_names().values():
-        for path in names.values():
-            found.setdefault(path.rpartition(".")[2], []).append(path)
-    return found
+def link_short_name(app: Any, env: Any, node: Any, content: nodes.Node) -> nodes.Node | None:
+    """A link for a name without its package, if exactly one documented name ends so."""
+    if node.get("refdomain") != "py":
+        return None
+    first, _, rest = node["reftarget"].removeprefix(f"{PACKAGE}.").removeprefix("weft.").partition(".")
+    full = [name for names in documented_names().values() for name in names if name.rpartition(".")[2] == first]
+    paths = [f"{name}.{rest}" if rest else name for name in full]
+    found = [entry for path in paths if (entry := env.domains["py"].objects.get(path))]
+    if len(found) != 1:
+        return None
+    return make_refnode(app.builder, node["refdoc"], found[0].docname, found[0].node_id, content)
+
+
+def hide_source(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Leave out the links to the source of a page that is not in the repository."""
+    if page.startswith("reference/") or page in ("genindex", "py-modindex", "search"):
+        context["theme_top_of_page_buttons"] = []
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Connect the functions of this module."""
+    app.add_config_value("navigation", {}, "env")
+    app.connect("builder-inited", write_pages)
+    app.connect("source-read", rewrite_page)
+    app.connect("autodoc-process-docstring", mark_drawings, priority=400)  # before napoleon
+    app.connect("autodoc-skip-member", skip_fields)
+    app.connect("autodoc-process-bases", hide_object)
+    app.connect("missing-reference", link_short_name)
+    app.connect("html-page-context", hide_source)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

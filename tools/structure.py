@@ -233,7 +233,7 @@ LINES, FILES = (31_500, 54_200), (195, 243)
 CLASSES, BASES, OFTEN, CORE = (0, 0), (0, 0), (0, 0), (0, 0)
 PIPE = (14, 15), (120, 126)
 RECURRENT = (12, 13), (70, 55)
-EXPERT = (26, 26), (150, 165)
+EXPERT = (20, 20), (150, 155)
 
 
 def main() -> int:

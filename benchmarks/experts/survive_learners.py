@@ -10,8 +10,8 @@ For every call, the time from its deadline to its end is measured.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -28,7 +28,7 @@ from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.errors import DeadlineError, LostError, UnreachableError
 from torchweft.experts.mixture import RemoteSwitchMixtureOfExperts
 from torchweft.experts.server import Server
-from torchweft.experts.task import Task
+from torchweft.experts.task import Answer, Task
 
 SERVERS = (((0, 0), (1, 1)), ((0, 1), (1, 0)))
 """Grid coordinates of each server's experts, so that the two best of a sample are on different servers."""
@@ -173,18 +173,15 @@ class _Applied:
         self.batches = 0
         self.keys: Counter[tuple[str | None, str | None]] = Counter()
 
-    @contextmanager
-    def batch_span(self, pool: str, tasks: Sequence[Task]) -> Generator[None]:
-        if not pool.endswith(".backward"):
-            yield
-            return
-        self.batches += 1
-        self.keys.update((task.client, task.key) for task in tasks)
-        yield
-
-    def task_failed(self, pool: str, task: Task, error: BaseException) -> None:
+    def process(
+        self, process: Callable[[Sequence[Task]], Sequence[Answer]], pool: str, tasks: Sequence[Task]
+    ) -> Sequence[Answer]:
+        answers = process(tasks)
         if pool.endswith(".backward"):
-            self.keys[task.client, task.key] -= 1
+            self.batches += 1
+            pairs = zip(tasks, answers, strict=True)
+            self.keys.update((task.client, task.key) for task, answer in pairs if not isinstance(answer, BaseException))
+        return answers
 
     def step_span(self, expert: str, step: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -14,8 +14,7 @@ from benchmarks.experts.survive_steps import UID, Trainers, counted, marks
 from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
 from torchweft.experts import ExpertBackend
 from torchweft.experts.client import GrpcTransport, Retry
-from torchweft.experts.client.calls import RetryingCaller
-from torchweft.experts.client.transport import FixedResolver
+from torchweft.experts.client.calls import FixedResolver, RetryingCaller
 from torchweft.experts.errors import DeadlineError, LostError, UnreachableError
 from torchweft.experts.server import Server
 from torchweft.experts.wire import Call, Header, Kind

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from torchweft.experts import ExpertBackend, IdempotencyOptions, TensorSpec
 from torchweft.experts.client import GrpcTransport, TransportStatistics
-from torchweft.experts.client.calls import RetryingCaller
+from torchweft.experts.client.calls import FixedResolver, RetryingCaller
 from torchweft.experts.client.retry import Retry
-from torchweft.experts.client.transport import FixedResolver, Transport
+from torchweft.experts.client.transport import Transport
 from torchweft.experts.wire import Call, Header, Kind, Received
 from torchweft.experts.wire.service import StepReceipt, read_receipt
 

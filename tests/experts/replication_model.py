@@ -123,7 +123,7 @@ class Node(ReplicationManager):
         found = model.disk.load_newest(UID)
         if found is not None:  # as a server that starts
             self.backend.load_state_dict(found.state)
-            self.replica.restored(found.extra["token"])
+            self.replica.state.confirm(found.extra["token"])
 
     def lasts_until(self, lease: Any) -> float:
         return self.until_time if self.lease is not None and lease.number == self.lease.number else float("-inf")
@@ -160,7 +160,7 @@ class Node(ReplicationManager):
             raise UnreachableError("no answer")
         if not (newer(other.replica.version, replica.version, token) and other.replica.state.is_loaded):
             return False
-        encoded = other.replica.encode()
+        encoded = other.replica.state.encode()
         assert encoded is not None
         return replica.load(*encoded, taking_over=True)
 
@@ -234,7 +234,7 @@ class Replication(RuleBasedStateMachine):
     def send(self, which: int, to: int) -> None:
         node = self.nodes[which]
         if which != to and node not in self.paused and node.replica.leadership.role == "owner":
-            encoded = node.replica.encode()
+            encoded = node.replica.state.encode()
             assert encoded is not None
             self.flying.append((to, encoded[0], bytes(encoded[1])))
 

@@ -17,8 +17,9 @@ from tests.experts.expert_cases import Formula, assert_same_state, fussy_backend
 from torchweft.core.errors import UsageError
 from torchweft.experts import ExpertBackend, Runtime, TensorSpec
 from torchweft.experts.errors import StepError
+from torchweft.experts.gradients import private_gradients
 from torchweft.experts.graph_cache import strided_parts
-from torchweft.experts.optimizer_step import make_optimizer, make_schedule, private_gradients
+from torchweft.experts.optimizer_state import make_optimizer, make_schedule
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

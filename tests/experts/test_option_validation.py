@@ -16,16 +16,15 @@ from torchweft.core.validation import MAX_SECONDS, Validator
 from torchweft.experts import AccumulationOptions, GraphBudget, Guards, IdempotencyOptions
 from torchweft.experts.client import RemoteExpert
 from torchweft.experts.client.retry import Retry
-from torchweft.experts.client.stream import PendingCalls
+from torchweft.experts.client.transport import PendingCalls
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.discovery.etcd import EtcdDirectory
 from torchweft.experts.mixture.fanout import MixtureOptions
 from torchweft.experts.replication import ReplicaOptions
-from torchweft.experts.runtime import Runtime
 from torchweft.experts.schema import Column, FlatSchema
 from torchweft.experts.server.options import ServerOptions
 from torchweft.experts.task import Answer, Task
-from torchweft.experts.task_pool import PoolOptions, TaskPool
+from torchweft.experts.task_pool import PoolOptions, Runtime, TaskPool
 from torchweft.experts.wire import Call, Header, Kind
 
 CALL = Call(Header(kind=Kind.FORWARD, call_id=1, uid="a"))

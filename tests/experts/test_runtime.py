@@ -16,10 +16,9 @@ from tests.experts.expert_cases import fussy_backend, rows
 from torchweft.core.errors import UsageError
 from torchweft.core.spec import TensorSpec
 from torchweft.experts.errors import ClosedError, ExpertError, RefusedError
-from torchweft.experts.runtime import Runtime
 from torchweft.experts.schema import Column, FlatSchema
 from torchweft.experts.task import Answer, Task, answer_waiters
-from torchweft.experts.task_pool import PoolOptions, TaskPool
+from torchweft.experts.task_pool import PoolOptions, Runtime, TaskPool
 
 X = FlatSchema([Column("x", TensorSpec((None,), torch.float32))])
 ROW = torch.ones(1)

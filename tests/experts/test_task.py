@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.experts.concurrency import FakeClock
 from torchweft.core.spec import TensorSpec
 from torchweft.experts.schema import Column, FlatSchema
-from torchweft.experts.task import Answer, BatchQueue, Task, answer_waiters
-from torchweft.experts.task_pool import BatchDelay, CallerGroup, PoolOptions, TaskPool
+from torchweft.experts.task import Answer, BatchDelay, BatchQueue, CallerGroup, PoolOptions, Task, answer_waiters
+from torchweft.experts.task_pool import Runtime, TaskPool
 
 
 def ignore(task: Task) -> None:
@@ -264,7 +264,7 @@ SCHEMA = FlatSchema([Column("x", TensorSpec((None, 1), torch.float32))])
 ROW = torch.zeros(1, 1)
 
 
-class WaitingPool:
+class WaitingPool(Runtime):
     """Pool whose last batch took 20 s for four callers, and the pool's runtime, which counts wake-ups."""
 
     name = "runtime"
@@ -318,7 +318,7 @@ def test_wait_in_vain_is_half_a_batch_and_not_repeated(monkeypatch: pytest.Monke
 URGENT: dict[str, Callable[[TaskPool], object]] = {
     "deadline in less than ten delays": lambda pool: pool.submit_task(ROW, deadline=time.monotonic() + 60.0),
     "full batch": lambda pool: pool.submit_task(torch.zeros(4, 1)),
-    "closed pool": lambda pool: (pool.submit_task(ROW), pool.close_pool("the test ends")),
+    "closed pool": lambda pool: (pool.submit_task(ROW), pool.set_closed("the test ends")),
 }
 
 

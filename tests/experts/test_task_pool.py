@@ -239,14 +239,14 @@ def test_faulty_process_fails_only_its_batch(fault: str) -> None:
 def test_closed_pool_rejects_but_finishes_accepted_tasks() -> None:
     pool = make_pool(min_batch_size=10, timeout=60.0)
     first, second = pool.submit_task(*pair(1)), pool.submit_task(*pair(1, length=2))
-    pool.close_pool("the server drains")
+    pool.set_closed("the server drains")
     with pytest.raises(ClosedError, match="accepts no more tasks: the server drains"):
         pool.submit_task(*pair(1))
     pool.run_batch()
     assert first.result(0) and not pool.wait_until_idle(0.0)
     pool.fail_waiting()
     assert isinstance(second.exception(0), ClosedError) and pool.wait_until_idle(0.0)
-    pool.open_pool()
+    pool.set_closed(None)
     pool.submit_task(*pair(1)).cancel()
 
 

@@ -136,7 +136,7 @@ def test_a_removed_expert_is_not_observed() -> None:
     with Server([backend], observer=recorder) as server:
         train(server, "a")
         assert len(recorder.spans_named("step")) == len(applied) == 1
-        assert not server._dispatcher._traces  # type: ignore[attr-defined]
+        assert not server._dispatcher._spans._traces  # type: ignore[attr-defined]
         assert server.remove("a")
     count = len(recorder.spans)
     with Server([backend]) as server:

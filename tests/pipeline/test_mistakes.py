@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint
 from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchweft as weft
 from tests.type_checks import without_type_checks
@@ -148,14 +149,62 @@ def test_too_few_ranks_name_the_option_of_torchrun(process_group: None, options:
         make(devices=["cpu", "cpu"], group=dist.group.WORLD, **options)
 
 
-def test_failing_cell_is_told_how_it_is_called() -> None:
-    class Swapped(nn.LSTMCell):
-        def forward(self, state: Any, x: Any) -> Any:
-            return super().forward(x, state)
+@pytest.mark.parametrize(
+    ("options", "remedy"), [({}, "give the model 4 layers"), ({"split": ["1", "2"]}, "make 4 stages by split=")]
+)
+def test_too_many_ranks_name_the_option_of_torchrun(options: Any, remedy: str) -> None:
+    """Four ranks for three layers."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with pytest.raises(WeftError, match="3 workers for 3 stages, but the group has 4 ranks") as caught:
+            make(layers(nn.ReLU()), devices=None, group=dist.group.WORLD, **options)
+    finally:
+        dist.destroy_process_group()
+    assert "start 3 ranks (torchrun --nproc-per-node 3" in str(caught.value) and remedy in str(caught.value)
 
-    with pytest.raises(Exception) as caught:  # of PyTorch, about the shapes
-        weft.Recurrent(Swapped(4, 6), initial=torch.zeros(6))(torch.randn(5, 3, 4))
-    assert any("called as cell(x, state) -> (y, new_state)" in note for note in caught.value.__notes__)
+
+class SwappedCell(nn.LSTMCell):
+    def forward(self, state: Any, x: Any) -> Any:
+        return super().forward(x, state)
+
+
+WEIGHT, STATE = torch.randn(6, 4), torch.zeros(6)
+SWAPPED: dict[str, tuple[Callable[..., object], str]] = {
+    "arguments": (
+        weft.Recurrent(lambda h, x: (h, h + functional.linear(x, WEIGHT)), initial=STATE),
+        "cell(x, state) -> (y, new_state)",
+    ),
+    "arguments of PyTorch's cell": (weft.Recurrent(SwappedCell(4, 6)), "cell(x, state) -> new_state"),
+    "arguments with the step": (
+        weft.Recurrent(lambda t, x, h: (h, h + functional.linear(x, WEIGHT)), initial=STATE, time_step=True),
+        "cell(x, state, t) -> (y, new_state)",
+    ),
+    "results": (weft.Recurrent(lambda x, h: (h, x), initial=STATE), "cell(x, state) -> (y, new_state)"),
+    "arguments of a step net": (
+        lambda x: weft.recurrent_net(lambda s, i: {"h": s["h"] + i["x"]}, {"x": x}, {"h": STATE}, {"h": "h"}),
+        "step(inputs, states) -> outputs",
+    ),
+    "arguments of a step net with all": (
+        lambda x: weft.recurrent_net(
+            lambda r, t, i, s: {"h": s["h"] + i["x"]},
+            {"x": x},
+            {"h": STATE},
+            {"h": "h"},
+            references={"w": WEIGHT},
+            time_step=True,
+        ),
+        "step(inputs, states, references, t) -> outputs",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_cell_with_swapped_parts_is_told_how_it_is_called(what: str) -> None:
+    """The error can be one of PyTorch, about shapes, with a note."""
+    call, form = SWAPPED[what]
+    with pytest.raises(Exception) as caught:
+        call(torch.randn(5, 3, 4))
+    assert form in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 def test_package_lists_only_public_names() -> None:

@@ -101,7 +101,7 @@ def test_error_of_the_cell_gets_a_note_with_the_step() -> None:
 
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         eagerly(breaks, time_step=True)(torch.ones(5, 2, 3), (torch.ones(2), torch.ones(2).int()), start=4)
-    note = "torchweft: in step 7 of cell breaks, called as cell(x, state) -> (y, new_state): x float32 (2, 3), "
+    note = "torchweft: in step 7 of cell breaks, called as cell(x, state, t) -> (y, new_state): x float32 (2, 3), "
     assert caught.value.__notes__ == [f"{note}state [float32 (2,), int32 (2,)]"]
 
 

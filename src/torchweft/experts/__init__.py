@@ -2,16 +2,16 @@
 
 expert.py            ExpertBackend, the public class      registry.py  kinds of experts by name
 schema.py            nested and flat schemas of a call, and the dummy run
-task.py              one request and its futures; the queue of requests
-task_pool.py         options, quotas, delay of batches; tasks of one kind wait here
-runtime.py           one thread per device
+task.py              one request and its futures; the queue of requests, with quotas and delay of batches
+task_pool.py         tasks of one kind wait here; one thread per device takes them
 batch_executor.py    one batch: gathered, run, isolated from faults, applied to weights, sums and keys
 side_effects.py      changes that a module makes when it runs, and undoing them
-gradients.py         guards, and the sums of open mini-batches
-optimizer_step.py    the optimizer: made, stepped, saved, loaded; idempotency.py  keys of applied requests
+gradients.py         guards, and the step                 accumulation.py  the sums of open mini-batches
+optimizer_state.py   the optimizer: made, saved, loaded   idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
 checkpoint.py        state that survives the process      serialization.py  state dicts as safetensors files
-telemetry.py         statistics and spans                 errors.py  all errors and warnings
+errors.py            all errors and warnings
+statistics.py        all numbers of a server              telemetry.py  spans
 wire/, compression.py, protobuf.py                        tensors as bytes, after a checked header
 discovery/, replication/, mixture/                        servers of each expert; one expert at several; the best k
 server/, client/, status_page/                            over gRPC: Server, RemoteExpert; the status page
@@ -29,13 +29,14 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Otherwise gRPC prints a line on a client's stderr when a server ends with a call open, although that is no fault.
 
 from torchweft.core.spec import Dim, TensorSpec
+from torchweft.experts.accumulation import AccumulationOptions
 from torchweft.experts.expert import ExpertBackend
-from torchweft.experts.gradients import AccumulationOptions, Guards
+from torchweft.experts.gradients import Guards
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
 from torchweft.experts.registry import ExpertFactory, FeedForward, expert_kinds, make_expert, register_expert
-from torchweft.experts.runtime import Runtime
-from torchweft.experts.task_pool import PoolOptions, TaskPool
+from torchweft.experts.task import PoolOptions
+from torchweft.experts.task_pool import Runtime, TaskPool
 
 if not TYPE_CHECKING:
 

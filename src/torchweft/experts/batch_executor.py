@@ -35,10 +35,10 @@ from torchweft.core.context import ExecutionContext, on_device
 from torchweft.core.errors import SpecError, WeftError, join_faults
 from torchweft.core.segment import MicroBatchContext, Segment
 from torchweft.experts import errors
-from torchweft.experts.gradients import GradientAccumulator, GradientAccumulators, Guards, Owner, WeightCheck
+from torchweft.experts.accumulation import GradientAccumulator, GradientAccumulators, Owner
+from torchweft.experts.gradients import Guards, OptimizerStep, WeightCheck
 from torchweft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
 from torchweft.experts.idempotency import IdempotencyTable, RequestKind
-from torchweft.experts.optimizer_step import OptimizerStep
 from torchweft.experts.schema import FlatSchema, NestedSchema, infer_outputs
 from torchweft.experts.side_effects import SideEffects, TensorSnapshot
 from torchweft.experts.task import Answer, Results, Task, split_rows

@@ -24,15 +24,15 @@ from torch.optim import Optimizer
 
 from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, is_number, suggest
+from torchweft.experts.accumulation import AccumulationOptions, GradientAccumulators
 from torchweft.experts.batch_executor import BatchExecutor, FlatModule, WeightUpdates
 from torchweft.experts.errors import NotFiniteError
-from torchweft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards, WeightCheck
+from torchweft.experts.gradients import Guards, OptimizerStep, WeightCheck
 from torchweft.experts.graph_cache import GraphBudget, GraphCache
 from torchweft.experts.hyperparameters import set_hyperparameters
 from torchweft.experts.idempotency import IdempotencyOptions, IdempotencyTable
-from torchweft.experts.optimizer_step import (
+from torchweft.experts.optimizer_state import (
     OptimizerLike,
-    OptimizerStep,
     ScheduleLike,
     check_state,
     copy_state,
@@ -42,9 +42,10 @@ from torchweft.experts.optimizer_step import (
 )
 from torchweft.experts.schema import FlatSchema, call_schema, check_ranges
 from torchweft.experts.side_effects import SideEffects
-from torchweft.experts.task import Results
-from torchweft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
-from torchweft.experts.telemetry import BackendStatistics, WorkObserver
+from torchweft.experts.statistics import BackendStatistics
+from torchweft.experts.task import CallerGroup, PoolOptions, Results
+from torchweft.experts.task_pool import TaskPool
+from torchweft.experts.telemetry import WorkObserver
 
 
 class ExpertBackend:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from torchweft.core.errors import UsageError
 
@@ -21,6 +21,19 @@ SECONDS = 5.0
 _SUFFIX = "(_run)"  # of the names of gRPC's threads: Thread-7 (_run)
 # In a child: the objects that it must not end. Their destructors would wait as well, so they are never freed.
 _inherited: list[object] = []
+
+
+class ContextManager:
+    """A context manager that closes itself at the end of its block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class ForkGuard:

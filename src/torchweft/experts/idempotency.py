@@ -32,8 +32,8 @@ import torch
 from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator
 from torchweft.experts.errors import KeyReusedError, OverloadError, ResultEvictedError
+from torchweft.experts.statistics import IdempotencyStatistics
 from torchweft.experts.task import Results, Task
-from torchweft.experts.telemetry import IdempotencyStatistics
 
 RequestKind = Literal["backward", "commit"]
 MiniBatch = tuple[str | None, str]  # Client and name of a mini-batch

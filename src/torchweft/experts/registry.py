@@ -18,7 +18,7 @@ from torchweft.core.errors import UsageError
 from torchweft.core.spec import TensorSpec
 from torchweft.core.validation import Validator, suggest
 from torchweft.experts.expert import ExpertBackend
-from torchweft.experts.optimizer_step import OptimizerLike
+from torchweft.experts.optimizer_state import OptimizerLike
 
 
 @dataclass(frozen=True)

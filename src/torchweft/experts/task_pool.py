@@ -1,265 +1,48 @@
-"""Task pool: collects tasks of one kind from many clients, and hands them to a runtime as batches.
+"""Task pools and their runtimes. A pool collects tasks of one kind, and a runtime works on the batches of all pools.
 
-    many threads                          one runtime thread
+    many threads                          one runtime thread per device
     submit_task ── check ── admit ──> queue ── next_batch ──> process(tasks) ──> one answer per task
         |            |        |         |                                            |
       Future    SpecError  Overload   leave at once when cancelled                Futures
 
-Batching is continuous: a batch consists of the tasks that wait when the device is free. A fixed time window would delay
-every lone caller. But each batch has a cost, above all the optimizer step. So a batch waits for callers that recently
-had tasks in the pools of this expert and have none now: at most ``max_batch_delay``, and half the duration of a batch.
-If no one returns, the next batch does not wait. After two such waits in a row the next two do not, then four.
+    pool of expert 1, forward   ── oldest task 17 ──┐
+    pool of expert 1, backward  ── oldest task 12 ──┼──> 12 is the oldest: that pool's batch is next
+    pool of expert 2, forward   ── empty            ┘
+
+A thread per pool would be simpler, but a device runs one batch at a time anyway, and threads would only compete for it
+and for the GIL. Other threads check and queue tasks while a batch runs.
 
 Lock order: runtime, pool, idempotency table. The pool's lock guards everything that a batch or a client changes.
-Futures are answered outside of it, because their callbacks can call the pool.
+Futures are answered outside of it, because their callbacks can call the pool. Pools wake a runtime without their lock.
 """
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from math import isnan
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from torchweft.core.errors import UsageError, join_faults
-from torchweft.core.validation import Validator, is_whole
+from torchweft.core.validation import MAX_SECONDS, is_whole
 from torchweft.experts import errors
 from torchweft.experts.idempotency import IdempotencyTable, RequestKind
 from torchweft.experts.schema import FlatSchema
-from torchweft.experts.task import Answer, BatchQueue, CallerStream, Results, Task, answer_waiters
-from torchweft.experts.telemetry import PoolStatistics, WorkObserver, process_observed
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """Bounds of the batches of a pool, and of the tasks in it.
-
-    Args:
-        min_batch_size: rows for which the oldest task waits, up to ``timeout``. Mini-batches do not wait for more.
-        max_batch_size: the most rows of a batch. A task with more is rejected.
-        timeout: seconds that a task waits for ``min_batch_size`` rows. Then it runs with fewer.
-        max_batch_delay: the most seconds that a ready batch waits for callers that are about to return. 0: never.
-            Ignored with a ``min_batch_size`` above 1, and for mini-batches.
-        max_tasks, max_rows: the most that can wait. One more raises `OverloadError`.
-        max_client_tasks, max_client_rows: the most that one client can have waiting or running. One more raises
-            `QuotaError`. None: half of ``max_tasks`` and of ``max_rows``. Tasks without a client are not counted.
-
-    Example:
-        >>> weft.experts.PoolOptions(max_batch_size=256).max_batch_delay  # seconds
-        0.02
-    """
-
-    min_batch_size: int = 1
-    max_batch_size: int = 4096
-    timeout: float = 0.1
-    max_batch_delay: float = 0.02
-    max_tasks: int = 4096
-    max_rows: int = 1 << 20
-    max_client_tasks: int | None = None
-    max_client_rows: int | None = None
-
-    def __post_init__(self) -> None:
-        with Validator("invalid pool options") as check:
-            sizes = ("min_batch_size", "max_batch_size", "max_tasks", "max_rows")
-            valid = [check.count(name, getattr(self, name)) for name in sizes]
-            for name in ("max_client_tasks", "max_client_rows"):
-                check.count(name, getattr(self, name), optional=True)
-            for name in ("timeout", "max_batch_delay"):
-                check.seconds(name, getattr(self, name), zero=True)
-            if all(valid):
-                least, largest, rows = self.min_batch_size, self.max_batch_size, self.max_rows
-                check.require(least <= largest, f"min_batch_size is {least}, but max_batch_size {largest}")
-                check.require(rows >= largest, f"max_rows is {rows}, wanted at least max_batch_size, {largest}")
-
-    @property
-    def client_share(self) -> tuple[int, int]:
-        rows = max(self.max_batch_size, self.max_rows // 2)
-        return self.max_client_tasks or max(1, self.max_tasks // 2), self.max_client_rows or rows
-
-
-_RECENT = 4  # batches
-_MOST_SKIPPED = 64  # batches in a row that do not wait, after waits in vain
-
-
-class CallerGroup:
-    """The callers of several pools, such as those of one expert."""
-
-    # Each pool reports under its own lock. A common lock would make the pools of an expert wait for each other. Reads
-    # of another pool's counters can therefore be stale, but are never torn: each is one int.
-    def __init__(self) -> None:
-        self._delays: list[BatchDelay] = []
-        self._peaks = deque([0] * _RECENT, maxlen=_RECENT)  # most tasks under way, from batch to batch
-        self._peak = 0
-
-    def add_delay(self, delay: "BatchDelay") -> None:
-        self._delays.append(delay)
-
-    def count_missing(self, *, begun: bool = False) -> int:
-        """Number of callers about to return: fewer tasks are under way than recently. ``begun``: a batch has begun."""
-        # The peaks of several batches: callers that take turns in two groups would otherwise look complete after every
-        # batch of one group.
-        if begun:
-            self._peaks.append(self._peak)
-            self._peak = 0
-        now = sum([delay.waiting + delay.running for delay in self._delays])
-        self._peak = max(self._peak, now)
-        return max(self._peaks) - now
-
-    def longest_delay(self) -> float:
-        return sum([min(delay.seconds, default=0.0) for delay in self._delays]) / 2
-
-
-class BatchDelay:
-    """Delay of one pool's batches, for callers that are about to return. Times are seconds of one clock."""
-
-    def __init__(self, max_delay: float, group: CallerGroup | None = None) -> None:
-        self._max_delay = max_delay
-        self._group = group or CallerGroup()
-        self._group.add_delay(self)
-        self.seconds = deque[float](maxlen=_RECENT)  # durations of the last batches
-        self.waited = 0.0  # seconds for which batches have waited, in total
-        self.waiting = self.running = 0  # tasks, as of the last report of the pool
-        self._since: float | None = None  # start of the wait that was reported to the runtime
-        self._skip = self._skipped = 0  # batches that do not wait: still to come, and after the last wait in vain
-
-    def task_arrived(self, tasks: int) -> bool:
-        """Note that ``tasks`` wait now. Returns whether to wake the runtime: not if it waits for more already."""
-        self.waiting = tasks
-        missing = self._group.count_missing()  # never skipped, because it also notes the peak
-        return missing <= 0 or self._since is None
-
-    def start_time(self, now: float, tasks: int, can_wait: Callable[[float], bool]) -> float:
-        """The time at which a batch that is ready now starts. ``can_wait``: whether so many seconds are allowed."""
-        self.waiting = tasks
-        longest = 0.0
-        missing = self._group.count_missing()  # called even if `_skip`, because it also notes the peak
-        if missing > 0 and not self._skip:
-            longest = min(self._max_delay, self._group.longest_delay())
-        if not longest or not can_wait(longest):
-            return now
-        self._since = now if self._since is None else self._since
-        return max(now, self._since + longest)
-
-    def stop_waiting(self, tasks: int) -> None:
-        # Called when no batch is ready: the tasks that are left wait for something else.
-        self.waiting, self._since = tasks, None
-
-    def batch_started(self, now: float, tasks: int, left: int) -> None:
-        if self._since is not None:
-            self.waited += max(0.0, now - self._since)
-            # Exponential back-off: callers that left for good must not delay the others for long.
-            in_vain = self._group.count_missing() > 0
-            self._skip = self._skipped = min(max(1, 2 * self._skipped), _MOST_SKIPPED) if in_vain else 0
-        else:
-            self._skip = max(0, self._skip - 1)
-        self.stop_waiting(left)
-        self.running = tasks
-        self._group.count_missing(begun=True)
-
-    def batch_ended(self, seconds: float | None) -> None:
-        self.running = 0
-        # None: the batch failed. Its duration would make the delays of later batches too short.
-        if seconds is not None:
-            self.seconds.append(seconds)
-
-
-_HASTE = 10.0  # a task is not delayed if its deadline is closer than so many delays
-
-
-class PendingTasks:
-    """Tasks of one pool that wait or run, and the share of each principal. Guarded by the pool's lock."""
-
-    # ``closed``: why new tasks are rejected, or None.
-    def __init__(self, pool: str, options: PoolOptions, callers: CallerGroup | None) -> None:
-        self.closed: str | None = None
-        self.queue = BatchQueue(options.min_batch_size, options.max_batch_size, options.timeout)
-        self.delay = BatchDelay(options.max_batch_delay if options.min_batch_size == 1 else 0.0, callers)
-        self.batch: Sequence[Task] = ()  # the last one that was started, until it is answered
-        self.running = 0  # tasks; a batch that hangs in an earlier runtime counts as well
-        self._pool, self._options = pool, options
-        self._shares: dict[str, tuple[int, int]] = {}  # tasks and rows of each principal that has any here
-
-    def set_closed(self, reason: str | None) -> None:
-        self.closed = reason
-        # Tasks that wait in a closed pool run at once, because no others will join them.
-        self.queue.set_timeout(self._options.timeout if reason is None else 0.0)
-
-    def check_open(self, task: Task) -> None:
-        if self.closed is not None:
-            raise errors.ClosedError(f"pool {self._pool!r} accepts no more tasks: {self.closed}; use another server")
-        if task.deadline is not None and task.deadline <= task.arrival:
-            raise errors.ExpiredError(f"the deadline of a task for pool {self._pool!r} had passed on submission")
-
-    def admit(self, client: str | None, rows: int) -> None:
-        """Count one more task, or raise `TooManyRowsError`, `OverloadError` or `QuotaError`."""
-        # Checked from the task's own fault to the server's: a client must not retry a task that can never fit.
-        limit, name, queue = self._options, self._pool, self.queue
-        if rows > limit.max_batch_size:
-            raise errors.TooManyRowsError(
-                f"pool {name!r} got a task of {rows} rows, but its largest batch has {limit.max_batch_size}; "
-                "split the task, or raise max_batch_size"
-            )
-        if queue.count >= limit.max_tasks or queue.rows + rows > limit.max_rows:
-            raise errors.OverloadError(
-                f"pool {name!r} is full: {queue.count} of {limit.max_tasks} tasks and {queue.rows} of {limit.max_rows} "
-                f"rows wait, and {rows} more were sent; retry later"
-            )
-        if client is None:
-            return
-        (most_tasks, most_rows), (tasks, held) = limit.client_share, self._shares.get(client, (0, 0))
-        if tasks >= most_tasks or held + rows > most_rows:
-            raise errors.QuotaError(
-                f"client {client!r} has {tasks} tasks with {held} rows at pool {name!r} and sent {rows} more rows; its "
-                f"limit is {most_tasks} tasks and {most_rows} rows; wait for answers before sending more"
-            )
-        self._shares[client] = (tasks + 1, held + rows)
-
-    def add(self, task: Task) -> bool:
-        self.queue.add(task)
-        return self.delay.task_arrived(self.queue.count)
-
-    def leave(self, task: Task) -> None:
-        if task.principal is not None:
-            # Popped, and put back unless it is zero: the table must not keep every client that ever called.
-            tasks, rows = self._shares.pop(task.principal)
-            if tasks > 1:
-                self._shares[task.principal] = (tasks - 1, rows - task.rows)
-
-    def oldest_ready(self, now: float) -> tuple[int | None, float | None]:
-        """The number of the oldest task that can run now, or None and when to look again."""
-        queue, delay = self.queue, self.delay
-        number, later = queue.oldest_ready(now) if queue.count else (None, None)
-        if number is None:
-            delay.stop_waiting(queue.count)
-            return None, later
-        if self.closed is not None:
-            return number, None
-        start = delay.start_time(now, queue.count, lambda longest: queue.can_wait(now + _HASTE * longest))
-        return (None, start) if start > now else (number, None)
-
-    def next_batch(self, now: float) -> tuple[list[Task], list[Task], list[Task]]:
-        """Remove the next batch from the queue: its tasks, which run now, cancelled tasks, and expired ones."""
-        batch, expired = self.queue.next_batch(now)
-        started = [task for task in batch if task.start()]
-        if started:
-            # If the runtime dies, `fail_all` has no other reference to the tasks of the running batch.
-            self.batch = started
-            self.running += len(started)
-            self.delay.batch_started(now, len(started), self.queue.count)
-        else:
-            self.delay.stop_waiting(self.queue.count)
-        return started, [task for task in batch if not task.started], expired
-
-    def end_batch(self, seconds: float | None) -> None:
-        self.batch = ()
-        self.delay.batch_ended(seconds)
-
-    def forget_running(self, tasks: int) -> None:
-        self.running -= tasks
+from torchweft.experts.statistics import PoolStatistics, RuntimeStatistics
+from torchweft.experts.task import (
+    Answer,
+    CallerGroup,
+    CallerStream,
+    PendingTasks,
+    PoolOptions,
+    Results,
+    Task,
+    answer_waiters,
+)
+from torchweft.experts.telemetry import WorkObserver
 
 
 class PoolCounters:
@@ -319,15 +102,6 @@ class PoolCounters:
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
 
 
-@runtime_checkable
-class PoolRuntime(Protocol):
-    """The part of a `Runtime` that its pools use."""
-
-    name: str
-
-    def wake_for(self, pool: "TaskPool") -> None: ...
-
-
 class TaskPool:
     """Collects tasks and hands them out as batches.
 
@@ -362,7 +136,7 @@ class TaskPool:
         self.name = name
         self.options = options or PoolOptions()
         self.columns, self.process = columns, process
-        self._runtime: PoolRuntime | None = None  # written only under the lock that all runtimes share
+        self._runtime: Runtime | None = None  # written only under the lock that all runtimes share
         self._observer: WorkObserver | None = None
         self._idempotency = idempotency
         self._kind: RequestKind = kind
@@ -373,7 +147,7 @@ class TaskPool:
         self._idle = threading.Condition(self._lock)
 
     @property
-    def runtime(self) -> PoolRuntime | None:
+    def runtime(self) -> "Runtime | None":
         return self._runtime
 
     def submit_task(
@@ -484,7 +258,7 @@ class TaskPool:
         """Work on a batch from `next_batch` and answer every task in it. Raises only `DeviceLostError`."""
         start, watch = time.monotonic(), self._observer
         try:
-            answers = self.process(tasks) if watch is None else process_observed(self.process, self.name, tasks, watch)
+            answers = self.process(tasks) if watch is None else watch.process(self.process, self.name, tasks)
             if len(answers) != len(tasks):
                 raise errors.ExpertError(f"pool {self.name!r} got {len(answers)} answers for {len(tasks)} tasks")
         except BaseException as error:  # a fault of the process, not of a task, but every waiter needs an answer
@@ -500,17 +274,11 @@ class TaskPool:
             self.process_batch(tasks)
         return bool(tasks)
 
-    def assign_runtime(self, runtime: PoolRuntime | None) -> None:
+    def assign_runtime(self, runtime: "Runtime | None") -> None:
         self._runtime = runtime
 
-    def open_pool(self) -> None:
-        self._set_closed(None)
-
-    def close_pool(self, reason: str) -> None:
-        """Reject new tasks with a `ClosedError`. Tasks that wait can still run, without delay."""
-        self._set_closed(reason)
-
-    def _set_closed(self, reason: str | None) -> None:
+    def set_closed(self, reason: str | None) -> None:
+        """Reject new tasks with a `ClosedError`, or accept them again. Tasks that wait can run, without delay."""
         with self._lock:
             self.pending.set_closed(reason)
         self._wake_runtime()
@@ -598,3 +366,215 @@ def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadlin
         faults.append(f"it does not accumulate gradients; drop mini_batch={mini_batch!r}")
     if faults:
         raise UsageError(join_faults(f"invalid metadata of a task for pool {pool!r}:", faults))
+
+
+@runtime_checkable
+class PoolOwner(Protocol):
+    """Such as an `ExpertBackend`."""
+
+    @property
+    def pools(self) -> Sequence[TaskPool]: ...
+
+
+# One lock for all runtimes: a runtime claims all its pools or none, even if two of them start at the same time.
+_claiming = threading.Lock()
+_GRACE = 30.0  # seconds that the end of a ``with`` block leaves for accepted tasks
+
+
+class Runtime:
+    """Works on the batches of pools, or of all pools of experts. ``name``: usually the device.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)
+        >>> with weft.Runtime([expert]):
+        ...     (y,) = expert.get_pools()[0].submit_task(torch.randn(4, 8)).result(10)
+    """
+
+    def __init__(self, served: Iterable[PoolOwner | TaskPool] = (), *, name: str = "cpu") -> None:
+        self.name = name
+        self.lost: str | None = None  # the error that ended its thread
+        self._state = threading.Condition()
+        self._pools: dict[TaskPool, bool] = {}  # and whether each is being removed
+        self._active: dict[TaskPool, None] = {}  # those with tasks, in the order in which they were woken
+        self._thread: threading.Thread | None = None
+        self._ending = False
+        self._working_on: TaskPool | None = None
+        self._batches, self._busy, self._started_at = 0, 0.0, 0.0
+        self.add(*served)
+
+    def add(self, *served: PoolOwner | TaskPool) -> None:
+        """Work on these too. Raises ``UsageError``, and adds none, if one is here or another runtime works on it."""
+        pools = _pools_of(served)
+        with self._state:
+            if self.lost is not None:
+                raise UsageError(f"runtime {self.name!r} ended with {self.lost}; shut it down and start it again")
+            twice = [pool.name for place, pool in enumerate(pools) if pool in self._pools or pool in pools[:place]]
+            if twice:
+                raise UsageError(f"pool {', '.join(map(repr, twice))} is in runtime {self.name!r} already")
+            # A stopped runtime claims its pools when it starts, so several can be prepared for the same pools.
+            runs = self._thread is not None
+            if runs:
+                self._claim_pools(pools)
+            self._pools.update(dict.fromkeys(pools, False))
+        for pool in pools if runs else ():
+            pool.set_closed(None)
+
+    def remove(self, *served: PoolOwner | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
+        """Close these pools, wait until their accepted tasks are done (with ``drain``), and forget them.
+
+        Tasks that are not done in time fail with `ClosedError`. Returns whether all their batches have ended.
+        """
+        pools = list(dict.fromkeys(_pools_of(served)))
+        with self._state:
+            unknown = [pool.name for pool in pools if self._pools.get(pool, True)]
+            if unknown:
+                raise UsageError(f"runtime {self.name!r} has no pools {unknown}, or they are being removed")
+            self._pools.update(dict.fromkeys(pools, True))
+        end, claimed = time.monotonic() + min(timeout, MAX_SECONDS), [pool for pool in pools if pool.runtime is self]
+        try:
+            self._close_pools(claimed, "it was removed from its runtime", end if drain else 0.0)
+        finally:
+            with self._state:
+                for pool in pools:
+                    del self._pools[pool]
+                    self._active.pop(pool, None)
+        # Released last: as long as they were in `_pools`, this thread could have taken one more batch.
+        for pool in claimed:
+            pool.assign_runtime(None)
+        # A list, so that each pool is waited for, even after one that is not idle in time.
+        return all([pool.wait_until_idle(max(0.0, end - time.monotonic())) for pool in claimed])
+
+    def start(self) -> None:
+        """Start the thread. Raises ``UsageError`` if it runs, or another running runtime has one of the pools."""
+        with self._state:
+            if self._thread is not None:
+                raise UsageError(f"runtime {self.name!r} was started already; shut it down first")
+            pools = list(self._pools)
+            self._claim_pools(pools)
+            self._ending, self._started_at = False, time.monotonic()
+            self._thread = threading.Thread(
+                target=self._run_batches, name=f"torchweft-runtime-{self.name}", daemon=True
+            )
+            self._thread.start()
+        for pool in pools:
+            pool.set_closed(None)
+
+    def shutdown(self, drain: bool = True, timeout: float = _GRACE) -> bool:
+        """Reject new tasks, finish accepted ones (with ``drain``), and end the thread. Can be called again.
+
+        Tasks that are not done in time fail with `ClosedError`. Returns False if a batch still runs then.
+        """
+        if threading.current_thread() is self._thread:
+            raise UsageError(f"runtime {self.name!r} cannot be shut down from its own thread, which it would wait for")
+        end = time.monotonic() + min(timeout, MAX_SECONDS)
+        with self._state:
+            pools, thread = [pool for pool in self._pools if pool.runtime is self], self._thread
+        self._close_pools(pools, f"runtime {self.name!r} shuts down", end if drain else 0.0)
+        with self._state:
+            self._ending = True
+            self._state.notify_all()
+        for pool in pools:
+            pool.assign_runtime(None)
+        if thread is not None:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                return False
+            with self._state:
+                self._thread = self.lost = None
+        return True
+
+    def wake_for(self, pool: TaskPool) -> None:
+        with self._state:
+            # Another runtime's pool can call this while it moves, so it must be one of ours.
+            if pool in self._pools:
+                self._active[pool] = None
+                self._state.notify()
+
+    def statistics(self) -> RuntimeStatistics:
+        with self._state:
+            alive = self._thread is not None and self._thread.is_alive()
+            seconds = time.monotonic() - self._started_at if alive else 0.0
+            work = None if self._working_on is None else self._working_on.name
+            return RuntimeStatistics(self.name, alive, len(self._pools), self._batches, self._busy, seconds, work)
+
+    def __enter__(self) -> "Runtime":
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if not self.shutdown(drain=kind is None) and kind is None:
+            raise errors.ExpertError(
+                f"runtime {self.name!r} did not end within {_GRACE:g} s: a batch of pool "
+                f"{self.statistics().working_on!r} still runs"
+            )
+
+    def _close_pools(self, pools: Sequence[TaskPool], reason: str, end: float) -> None:
+        """Reject new tasks, wait until ``end`` for accepted ones if a thread works on them, and fail the rest."""
+        # All are closed before the first wait, so that the wait for one does not let tasks into the others.
+        for pool in pools:
+            pool.set_closed(reason)
+        for pool in pools:
+            if self._thread is not None:
+                pool.wait_until_idle(max(0.0, end - time.monotonic()))
+            pool.fail_waiting()
+
+    def _claim_pools(self, pools: Sequence[TaskPool]) -> None:
+        with _claiming:
+            owners = [(pool.name, pool.runtime) for pool in pools]
+            others = [(pool, owner.name) for pool, owner in owners if owner is not None and owner is not self]
+            if others:
+                listed = ", ".join(f"{pool!r} is in runtime {runtime!r}" for pool, runtime in others)
+                raise UsageError(f"runtime {self.name!r} cannot take pools of others: {listed}; remove them there")
+            for pool in pools:
+                pool.assign_runtime(self)
+
+    def _run_batches(self) -> None:
+        try:
+            while (pool := self._next_pool()) is not None:
+                start = time.monotonic()
+                worked = pool.run_batch()
+                with self._state:
+                    # Read without the pool's lock: a task that arrives later wakes the runtime itself.
+                    if pool.pending.queue.count and pool in self._pools:
+                        self._active[pool] = None
+                    self._working_on = None
+                    self._batches += worked
+                    self._busy += time.monotonic() - start
+        except BaseException as error:
+            # A lost GPU, or a bug. Every waiter still needs an answer.
+            with self._state:
+                self.lost, self._working_on = f"{type(error).__name__}: {error}", None
+                pools = list(self._pools)
+            for pool in pools:
+                pool.fail_all(f"the thread of runtime {self.name!r} ended with {self.lost}")
+            if not isinstance(error, errors.DeviceLostError):
+                raise
+
+    def _next_pool(self) -> TaskPool | None:
+        """Wait for a pool with a ready batch, and choose the one with the oldest task. None at the end."""
+        with self._state:
+            while not self._ending:
+                now = time.monotonic()
+                best: tuple[int, TaskPool] | None = None
+                wake: float | None = None
+                for pool in list(self._active):
+                    number, later = pool.oldest_ready(now)
+                    if number is not None and (best is None or number < best[0]):
+                        best = (number, pool)
+                    elif number is None and later is None:
+                        del self._active[pool]
+                    elif later is not None:
+                        wake = later if wake is None else min(wake, later)
+                if best is not None:
+                    # Removed before its batch is taken. Otherwise a task that arrives after the batch could activate
+                    # the pool first, and this removal would lose it.
+                    del self._active[best[1]]
+                    self._working_on = best[1]
+                    return best[1]
+                self._state.wait(None if wake is None else max(0.0, wake - now))
+            return None
+
+
+def _pools_of(served: Iterable[PoolOwner | TaskPool]) -> list[TaskPool]:
+    return [pool for item in served for pool in ([item] if isinstance(item, TaskPool) else item.pools)]

@@ -1,7 +1,4 @@
-"""Telemetry: statistics as plain numbers, and spans around the work of a server, reported to a `SpanObserver`.
-
-Every long-lived object here has ``statistics()``, after trio's example. It returns one of the classes below: values of
-one moment that never change and hold no tensor.
+"""Telemetry: spans around the work of a server, reported to a `SpanObserver`. Its numbers are in `statistics`.
 
     client     | network thread          | runtime thread
     trace ─────┼─> receive ──────────────┼─> queue (arrival to now) ─> batch ── step within it
@@ -13,14 +10,16 @@ trace=observer.current)`` propagates the trace, a W3C ``traceparent``. opentelem
 """
 
 import logging
+import re
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torchweft.core.errors import UsageError
-from torchweft.experts.task import Task
+from torchweft.experts.task import Answer, Results, Task
 
 try:
     from opentelemetry import context, propagate, trace  # pyright: ignore[reportMissingImports]
@@ -28,6 +27,7 @@ except ImportError:
     context = propagate = trace = None
 
 _context, _propagate, _trace = cast("Any", context), cast("Any", propagate), cast("Any", trace)
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _LOG = logging.getLogger("torchweft.experts.telemetry")
 # ``torchweft.expert``, ``torchweft.direction``, ``torchweft.client``, ``torchweft.tasks``, ``torchweft.rows``,
 # ``torchweft.steps``.
@@ -53,9 +53,11 @@ class SpanObserver(Protocol):
 
 @runtime_checkable
 class WorkObserver(Protocol):
-    def batch_span(self, pool: str, tasks: Sequence[Task]) -> AbstractContextManager[object]: ...
-
-    def task_failed(self, pool: str, task: Task, error: BaseException) -> None: ...
+    def process(
+        self, process: Callable[[Sequence[Task]], Sequence[Answer]], pool: str, tasks: Sequence[Task]
+    ) -> Sequence[Answer]:
+        """Return ``process(tasks)``, the answers of a batch."""
+        ...
 
     def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
         """``step``: the number of steps after this one."""
@@ -129,91 +131,65 @@ class OpenTelemetryObserver:
         return carrier.get("traceparent")
 
 
-@dataclass(frozen=True)
-class PoolStatistics:
-    """One pool. ``merged``: batches by the number of their tasks, rounded up to a power of two.
+class ServerSpans:
+    """A `WorkObserver` that opens spans around the calls, batches and steps of a server. Thread-safe.
 
-    ``answer_times``: answered tasks by seconds from arrival to answer, rounded up to 1 ms times a power of two.
-    ``waited``: total seconds that batches which could have begun waited for more tasks. ``answer_seconds``: total time
-    of answered tasks from arrival to answer. Ages are seconds, too.
+    An error passes through the span of the work that failed, as observers expect: ``receive`` if the call was refused,
+    else ``batch``, and a ``failure`` in the trace of each task that failed.
     """
 
-    name: str
-    submitted: int
-    answered: int
-    answer_seconds: float
-    answer_times: Mapping[float, int]
-    failed: Mapping[str, int]
-    refused: Mapping[str, int]
-    cancelled: int
-    expired: int
-    joined: int
-    batches: int
-    rows: int
-    merged: Mapping[int, int]
-    waited: float
-    waiting_tasks: int
-    waiting_rows: int
-    running_tasks: int
-    oldest_age: float
+    def __init__(self, observer: SpanObserver) -> None:
+        self._observer = SafeObserver(observer)
+        # Held for a whole `receive`: the runtime can take a task before its trace is stored, and must wait for it.
+        # Reentrant, because an answer can arrive within it.
+        self._lock = threading.RLock()
+        self._traces: dict[Future[Results], str] = {}  # by the futures that wait for tasks
 
+    def receive(
+        self, dispatch: Callable[[], "Future[Results] | None"], attributes: Attributes, parent: str
+    ) -> "Future[Results] | None":
+        """Return ``dispatch()``, the future of a call that was made within the trace ``parent``, if it is valid."""
+        parents = (parent,) if _TRACEPARENT.fullmatch(parent) else ()
+        with self._lock, self._observer.span("torchweft.receive", attributes, parents=parents):
+            future, trace = dispatch(), self._observer.current()
+            if future is not None and trace is not None and not future.done():
+                self._traces[future] = trace
+                future.add_done_callback(lambda done: self._traces.pop(done, None))
+        return future
 
-@dataclass(frozen=True)
-class IdempotencyStatistics:
-    running: int
-    keys: int
-    results: int
-    result_bytes: int
-    repeated: int
+    def process(
+        self, process: Callable[[Sequence[Task]], Sequence[Answer]], pool: str, tasks: Sequence[Task]
+    ) -> Sequence[Answer]:
+        expert, _, direction = pool.rpartition(".")
+        attributes = {"torchweft.expert": expert, "torchweft.direction": direction}
+        traces, now = [self._traces_of(task) for task in tasks], time.monotonic()
+        for task, known in zip(tasks, traces, strict=True):
+            rows = {**attributes, "torchweft.rows": task.rows}
+            with self._observer.span("torchweft.queue", rows, parents=known[:1], waited=max(0.0, now - task.arrival)):
+                pass
+        size = {**attributes, "torchweft.tasks": len(tasks), "torchweft.rows": sum(task.rows for task in tasks)}
+        answers: Sequence[Answer] = []
+        failure: BaseException | None = None
+        try:
+            parents = [trace for known in traces for trace in known]
+            with self._observer.span("torchweft.batch", size, parents=parents):
+                answers = process(tasks)
+                failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+                if failure is not None:  # so that the span ends with the error
+                    raise failure
+        except BaseException as error:
+            if error is not failure:
+                raise
+        for task, answer in zip(tasks, answers, strict=False):
+            if isinstance(answer, BaseException):
+                parents = self._traces_of(task)
+                with suppress(BaseException), self._observer.span("torchweft.failure", attributes, parents=parents):
+                    raise answer
+        return answers
 
+    def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
+        return self._observer.span("torchweft.step", {"torchweft.expert": expert, "torchweft.steps": step})
 
-@dataclass(frozen=True)
-class BackendStatistics:
-    name: str
-    steps: int
-    forward_batches: int
-    backward_batches: int
-    retried_batches: int
-    refused_gradients: Mapping[str, int]
-    open_mini_batches: int
-    open_mini_batch_bytes: int
-    kept_graphs: int
-    kept_graph_bytes: int
-    used_graphs: int
-    buffer_bytes: int
-    idempotency: IdempotencyStatistics
-    pools: Mapping[str, PoolStatistics]
-
-
-@dataclass(frozen=True)
-class RuntimeStatistics:
-    """One device, which worked on batches for ``busy`` of the ``seconds`` since its start."""
-
-    name: str
-    alive: bool
-    pools: int
-    batches: int
-    busy: float
-    seconds: float
-    working_on: str | None
-
-
-def process_observed(
-    process: Callable[[Sequence[Any]], Sequence[Any]], pool: str, tasks: Sequence[Any], observer: WorkObserver
-) -> Sequence[Any]:
-    """Process the tasks of a batch in a span of the observer, which ends with the first error among the answers."""
-    answers: Sequence[Any] = []
-    failure: BaseException | None = None
-    try:
-        with observer.batch_span(pool, tasks):
-            answers = process(tasks)
-            failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)
-            if failure is not None:  # so that the span ends with the error
-                raise failure
-    except BaseException as error:
-        if error is not failure:
-            raise
-    for task, answer in zip(tasks, answers, strict=False):
-        if isinstance(answer, BaseException):
-            observer.task_failed(pool, task, answer)
-    return answers
+    def _traces_of(self, task: Task) -> list[str]:
+        with self._lock:
+            return [self._traces[waiter] for waiter in task.waiters if waiter in self._traces]

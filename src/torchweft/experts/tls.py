@@ -14,6 +14,7 @@ host there, with the certificate that the same authority signed for it. Therefor
 
 import logging
 import os
+import socket
 import ssl
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,10 +30,19 @@ import grpc
 from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, token_fault
 from torchweft.experts.address import address_fault, is_loopback, parse_address
+from torchweft.experts.errors import CertificateError, UnreachableError
 
 _LOG = logging.getLogger("torchweft.experts.tls")
 _grpc = cast("Any", grpc)
 _BEGIN = "-----BEGIN"
+# gRPC's messages for connections with missing or wrong certificates.
+# The last one: the other end accepted the connection, but waited for TLS until gRPC's timeout.
+_HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset", "before receiving settings frame")
+# The last two are for a renewed authority, which has its old name and another key. BoringSSL takes it for the signer
+# because of the name, and then reports an error of the signature algorithm instead of a failed verification.
+_REJECTED = ("certificate_verify_failed", "hostname verification", "certificate signature failure", "bad_signature")
+_NOT_LISTENING = ("connection refused", "no route to host", "timed out", "timeout")
+_PROBE = 1.0  # timeout of each message of the handshake in `_rejects_certificate`
 _DATES = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 Pem = bytes | str | Path  # PEM bytes, or the path of a PEM file
@@ -189,6 +199,68 @@ def directory_faults(tls: ClientTls | None) -> list[str]:
         "tls= has no servers=, so every writer of the directory could impersonate a server with any certificate of "
         "the authority; give the names in the servers' certificates, such as servers=['torchweft-*.torchweft']"
     ]
+
+
+# Failed connections.
+
+
+def unreachable(
+    address: str, tls: ClientTls | None, action: str, text: str, end: str = "this client", option: str = "tls="
+) -> UnreachableError:
+    """The error of a failed connection: a `CertificateError` if the certificates are certainly the cause."""
+    lower, rejected = text.lower(), False
+    if tls is not None:
+        ended = any(words in lower for words in _HANDSHAKE_ENDED)
+        # The probe is a second connection, so it is made only where gRPC's message leaves the cause open.
+        rejected = any(words in lower for words in _REJECTED) or (ended and _rejects_certificate(address, tls))
+    kind = CertificateError if rejected else UnreachableError
+    return kind(f"{address} {action}: {explain_failure(text, tls, end, option)}")
+
+
+def explain_failure(text: str, tls: ClientTls | None, end: str = "this client", option: str = "tls=") -> str:
+    """gRPC's message for a failed connection with advice. ``tls`` is the ``option`` of ``end``."""
+    lower = text.lower()
+    if "failed parsing http/2" in lower:
+        return f"{text}; is that a torchweft server? Another program, such as an HTTP server, answers at this port"
+    if "hostname verification" in lower:
+        return f"{text} Call it by a name (subjectAltName) of its certificate, or pass that as server_name= ({option})"
+    if not any(words in lower for words in _HANDSHAKE_ENDED):
+        listens = not any(words in lower for words in _NOT_LISTENING)
+        return text if listens else f"{text}; is `torchweft serve` running there?"
+    if tls is None:
+        return f"{text}; it was called without TLS: if it requires TLS, give {end} certificates ({option})"
+    cause = "no certificate was sent, which it may require" if tls.certificate is None else "a certificate was sent"
+    if any(words in lower for words in _REJECTED):
+        cause = "the server's certificate is not signed by authority="
+    return (
+        f"{text}; {cause}; check the certificates of both ends ({option}): each must be signed by the other's "
+        "authority=, with its present key if that was renewed, and neither may have expired"
+    )
+
+
+def _rejects_certificate(address: str, tls: ClientTls) -> bool:
+    """Whether the server ends a complete handshake because of the client's certificate, or for lack of one."""
+    # In TLS 1.3 a server can reject a client after the handshake without a message, and gRPC reports a closed
+    # connection. A server that accepts the client sends first, because HTTP/2 demands it.
+    host, port = parse_address(address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # gRPC has verified the server before, and nothing is sent to it here
+    context.set_alpn_protocols(["h2"])
+    if tls.key is not None and tls.certificate is not None:
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")
+        if pair_faults(context, read_pem(tls.key), read_pem(tls.certificate)):
+            return False
+    try:
+        with (
+            socket.create_connection((host, port), _PROBE) as plain,
+            context.wrap_socket(plain, server_hostname=tls.server_name or host) as secured,
+        ):
+            return not secured.recv(1)
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "") and "CERT" in (error.reason or "")
+    except OSError:
+        return False
 
 
 # PEM blocks.

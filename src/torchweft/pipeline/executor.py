@@ -139,6 +139,10 @@ class SerialExecutor:
         """A number to compare with other processes. On GPUs it is that of the call before, or None in the first."""
         return number.item()
 
+    def end_backward(self, commit: Callable[[], object]) -> None:
+        """Call `commit` now, or at the end of the backward, when autograd has handed out the gradients."""
+        commit()
+
     def commit(self, report: Report) -> list[Report]:
         """End a call that succeeded here. Returns the reports of all processes that took part, by worker. Raises the
         failure of another process, if there was one."""

@@ -44,7 +44,7 @@ from torchweft.pipeline.own_loss import OwnLoss
 from torchweft.pipeline.pipe_runtime import NO_LOSS, NO_TARGET, PipeCall, PipeRuntime
 from torchweft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 from torchweft.pipeline.sequential import NO_ROUTES, FixedSettings, LayoutArguments, PipeLayout
-from torchweft.pipeline.split.huggingface import forward_like, split_by_device_map
+from torchweft.pipeline.split.huggingface import forward_like, split_by_device_map, takes_count
 from torchweft.pipeline.stage import CallArguments
 from torchweft.pipeline.tracing import Observer, observer_of_new
 from torchweft.pipeline.weights import Initialize, WeightFiles, allocate, find_uninitializable, initialize_modules
@@ -197,7 +197,8 @@ class Pipe(nn.Module):
             check.require(not alone or output == "all", "output='last' is for a pipe over processes (group=)")
             check.require(not alone or check_batches is True, "check_batches is for a pipe over processes (group=)")
             of_numbers = loss_reduction if loss is None and split is not None else None
-            inside = OwnLoss() if of_numbers else loss
+            counts_items = split is not None and loss is None and of_numbers is None and takes_count(module)
+            inside = OwnLoss() if of_numbers or counts_items else loss
             check_settings(
                 check, cuts.stages, chunks, executor, inside, loss_reduction, schedule, checkpoint, deferred_batch_norm
             )
@@ -215,7 +216,9 @@ class Pipe(nn.Module):
         self.output: Any = output
         self.batch_tag: Any = None
         # Not a child: the user saves the parameters of a loss module, and the keys stay those of the model.
-        self._fixed = FixedSettings(dims, loss, reduction, loss_weight, scale, of_numbers)
+        self._fixed = FixedSettings(
+            dims, loss, reduction, loss_weight, scale, "sum" if counts_items else of_numbers, counts_items
+        )
         self._observer: Observer | None = observer_of_new(self)
         self._runtime: PipeRuntime | None = None
         self._checked: Any = None  # the state of the settings when they were last validated

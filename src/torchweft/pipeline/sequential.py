@@ -65,7 +65,8 @@ NO_ROUTES = (
 
 
 class FixedSettings(NamedTuple):
-    """The settings of a pipe that never change. `number_reduction` is that of numbers in a split model's output."""
+    """The settings of a pipe that never change. `number_reduction` is that of numbers in a split model's output. With
+    `counts_items`, only the argument num_items_in_batch states it, so it counts where a schedule needs it."""
 
     dims: BatchDims
     loss: LossFunction | None
@@ -73,17 +74,18 @@ class FixedSettings(NamedTuple):
     loss_weight: LossWeight | None
     loss_scale: LossScale
     number_reduction: Literal["mean", "sum"] | None
+    counts_items: bool
 
-    @property
-    def of_runtime(self) -> tuple[LossFunction | None, str, LossWeight | None, BatchDims]:
-        if self.number_reduction is not None:
+    def of_runtime(self, *, mixed: bool) -> tuple[LossFunction | None, str, LossWeight | None, BatchDims]:
+        """The loss and how it is joined. `mixed` tells whether the schedule begins backward early."""
+        if self.number_reduction is not None and (mixed or not self.counts_items):
             return OwnLoss(), self.number_reduction, None, self.dims
         return self.loss, self.reduction, self.loss_weight, self.dims
 
     @property
     def inside(self) -> LossFunction | None:
         """The loss that can be computed in a step. With a stated reduction, the model computes it itself."""
-        return self.of_runtime[0]
+        return self.of_runtime(mixed=True)[0]
 
 
 class LayoutArguments(NamedTuple):
@@ -196,7 +198,8 @@ class PipeLayout:
 
     def new_runtime(self, settings: PipeSettings, layers: Layers, *, allows_external_loss: bool) -> PipeRuntime:
         built, options = self.stages(settings, layers), (settings.checkpoint, settings.executor)
-        return PipeRuntime(*built, *options, *self._fixed.of_runtime, allows_external_loss=allows_external_loss)
+        loss = self._fixed.of_runtime(mixed=not allows_external_loss)
+        return PipeRuntime(*built, *options, *loss, allows_external_loss=allows_external_loss)
 
     def key(self, settings: PipeSettings) -> tuple[Any, ...]:
         return ()

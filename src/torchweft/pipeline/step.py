@@ -514,7 +514,21 @@ class CutStep:
             executor.open(f"the backward{self.step.name}")
             with self.caller.restored():
                 result = self._gradients(gradients, retain=retain)
-            reports = executor.commit(None if executor.alone else self._loss_gradient(gradients))
+        except BaseException as error:
+            executor.abort(error)
+            raise
+        if not executor.alone:
+            executor.end_backward(partial(self._commit, gradients))
+        # Plain autograd would not reach these parameters, so their hooks must not be called with None.
+        silence_unused_hooks([x for x, gradient in zip(self.tensors, result, strict=True) if gradient is None])
+        return result
+
+    def _commit(self, gradients: Sequence[Tensor | None]) -> None:
+        executor = self.step.plan.executor
+        try:
+            seed = gradients[0] if isinstance(self.step.output, WeightedLoss) else None
+            number = None if seed is None else executor.number_to_report(seed)
+            reports = executor.commit(None if number is None else repr(number))
         except BaseException as error:
             executor.abort(error)
             raise
@@ -523,9 +537,6 @@ class CutStep:
                 f"the gradient of the loss differs between ranks: {', '.join(map(str, reports))}, by rank; scale the "
                 "loss by the same number on all of them"
             )
-        # Plain autograd would not reach these parameters, so their hooks must not be called with None.
-        silence_unused_hooks([x for x, gradient in zip(self.tensors, result, strict=True) if gradient is None])
-        return result
 
     def _gradients(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
         """The gradients of `tensors`, from a backward walk or from the forward that made them early."""
@@ -551,11 +562,6 @@ class CutStep:
         with self.step.ambient.process_flags(), silence_hooks(self._parameters):
             left = self._walk(state, self.step.schedule.backward_only, given)
         return self._collect(left, state)
-
-    def _loss_gradient(self, gradients: Sequence[Tensor | None]) -> str | None:
-        seed = gradients[0] if isinstance(self.step.output, WeightedLoss) else None
-        number = None if seed is None else self.step.plan.executor.number_to_report(seed)
-        return None if number is None else repr(number)
 
     def walk_forward(self, rng: RngStreams, seeds: Sequence[Gradients] | None) -> ForwardWalk:
         """Walk the forward half of the schedule, or with `seeds` all of it."""

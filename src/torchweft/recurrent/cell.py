@@ -53,6 +53,11 @@ class Cell:
     def name(self) -> str:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
+    @property
+    def call_form(self) -> str:
+        """The call of one step, for errors."""
+        return f"cell(x, state{', t' * self.time_step}) -> (y, new_state)"
+
     def width_fault(self, x: Any) -> str | None:
         """A message if the input has the wrong width, for cells that declare theirs, as PyTorch's do."""
         width, weight = (getattr(self.function, name, None) for name in ("input_size", "weight_ih"))
@@ -80,6 +85,10 @@ class TorchCell(Cell):
         new = super().__call__(x, state, t)
         # The same tensor as output and state. The loop and the plans then store it once.
         return (new[0], tuple(new)) if isinstance(self.function, nn.LSTMCell) else (new, new)
+
+    @property
+    def call_form(self) -> str:
+        return "cell(x, state) -> new_state"
 
     def own_initial(self) -> Callable[[Any], Any]:
         return self._zero_state
@@ -166,7 +175,7 @@ class StepSpec:
         spec.structure = structure
         return spec
 
-    def accept(self, new: Any, t: int) -> list[Any]:
+    def accept(self, new: Any, t: int, cell: Cell | None = None) -> list[Any]:
         """The leaves of the value that step ``t`` returned. Raises ``SpecError`` that lists all faults."""
         leaves, structure = flatten(new)
         # An output can still change its dtype in its second step, because its first value can be the initial state.
@@ -181,8 +190,9 @@ class StepSpec:
         faults = [f"{name} {fault}" for name, old, leaf in pairs for fault in self._leaf_faults(old, leaf)]
         faults = [nesting] if nesting else faults
         if faults:
+            call = "" if cell is None else f", in {cell.call_form}"
             raise SpecError(
-                join_faults(f"the {self._role} that step {t} returned differs from the one before:", faults)
+                join_faults(f"the {self._role} that step {t} returned differs from the one before{call}:", faults)
             )
         self.leaves = [expand_like(old, leaf) for old, leaf in zip(self.leaves, leaves, strict=True)]
         self._settled = self._settled or settling
@@ -277,6 +287,11 @@ class StepNetCell(Cell):
         self.links = links
         self.references = references
         self.form = (type(self), time_step, *links.items())
+
+    @property
+    def call_form(self) -> str:
+        references = ", references" * (self.references is not None)
+        return f"step(inputs, states{references}{', t' * self.time_step}) -> outputs"
 
     def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
         extra = () if self.references is None else (self.references,)

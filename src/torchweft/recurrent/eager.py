@@ -71,7 +71,7 @@ class SequenceRun:
             if self.padding is not None and valid is not None:
                 x = replace_padding(x, valid, self.padding)
             y, new = call_cell(cell, unflatten(inputs.structure, x), unflatten(border.structure, state), t)
-            after, ys = border.accept(new, t), outputs.accept(y, t)
+            after, ys = border.accept(new, t, cell), outputs.accept(y, t)
             if valid is not None:
                 # The first step can settle a larger shape or a float dtype, which the state before it then takes too.
                 pairs = zip(after, state, strict=True)
@@ -133,7 +133,7 @@ def call_cell(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
             raise InputWidthError(f"{fault}, in step {t}") from error
         raise_input_form(cell, x, error)
         error.add_note(
-            f"torchweft: in step {t} of cell {cell.name}, called as cell(x, state) -> (y, new_state): "
+            f"torchweft: in step {t} of cell {cell.name}, called as {cell.call_form}: "
             f"x {_shapes_of(x)}, state {_shapes_of(state)}"
         )
         raise

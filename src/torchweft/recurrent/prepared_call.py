@@ -105,7 +105,7 @@ class PreparedStep:
         if self._form is not None and form_of(new) == self._form:
             return y, new
         border = StepSpec.of_states(state, None)
-        return y, unflatten(border.structure, border.accept(new, t))
+        return y, unflatten(border.structure, border.accept(new, t, self.cell))
 
     def run_sequence(self, x: Tensor, state: Any) -> eager.Unrolled:
         """A sequence of one step."""

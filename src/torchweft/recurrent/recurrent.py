@@ -34,11 +34,7 @@ from torchweft.recurrent import eager
 from torchweft.recurrent.backend_registry import BackendName
 from torchweft.recurrent.call_arguments import RecurrentSettings, given_state, is_integer, own_state, read_call
 from torchweft.recurrent.cell import Cell, Links, StepNetCell, StepSpec, StoredState, adapt, check_links
-from torchweft.recurrent.masking import (
-    ALL_ROWS,
-    read_rows,
-    select_nested_rows,
-)
+from torchweft.recurrent.masking import ALL_ROWS, read_rows, select_nested_rows
 from torchweft.recurrent.plan_backends import Memory
 from torchweft.recurrent.plan_cache import PlanCache, VerifyMode, check_settings
 from torchweft.recurrent.prepared_call import PreparedStep, call_key, form_of
@@ -249,7 +245,7 @@ class Recurrent(nn.Module):
         if flags is not None and state is not None:
             entered = select_nested_rows(~flags[0], entered, fresh)
         y, new = eager.call_cell(cell, x, entered, t)
-        result = y, cell.leave_loop(unflatten(border.structure, border.accept(new, t)))
+        result = y, cell.leave_loop(unflatten(border.structure, border.accept(new, t, cell)))
         if key is not None and None not in key:
             if len(self._steps) >= MAX_STEPS:
                 self._steps.clear()

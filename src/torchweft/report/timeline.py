@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 from torchweft.pipeline.schedule import Action
 from torchweft.pipeline.simulate import Forecast
-from torchweft.pipeline.split.program import (
-    CrossingValue,
-)
+from torchweft.pipeline.split.program import CrossingValue
 from torchweft.pipeline.tracing import ActionEvent, Recorder
 from torchweft.report.html import Markup, Section, details, figure, join, number, page, paragraph, table, tag
 from torchweft.report.plot import (

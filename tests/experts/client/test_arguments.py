@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, token_fault
 from torchweft.experts.client import ClientTls, Connections, GrpcTransport, LocalTransport, RemoteExpert, Retry
-from torchweft.experts.client.remote import check_remote_expert, create_remote_experts
+from torchweft.experts.client.expert_group import create_remote_experts
+from torchweft.experts.client.remote import check_remote_expert
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.replication import ReplicaOptions

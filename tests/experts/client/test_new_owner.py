@@ -11,7 +11,7 @@ from tests.experts.client.test_retry import ANSWER, Scripted
 from tests.experts.concurrency import wait_until
 from torchweft.experts.client import NEVER, Connections, Retry
 from torchweft.experts.client.calls import RetryingCaller
-from torchweft.experts.client.transport import DirectoryResolver
+from torchweft.experts.client.connections import DirectoryResolver
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.errors import DeadlineError, LostError
 from torchweft.experts.wire import Call, Header, Kind, Received

@@ -4,8 +4,9 @@ import pytest
 
 from tests.experts.client.test_retry import Scripted
 from torchweft.experts.client import Connections, StepsLostWarning
+from torchweft.experts.client.calls import FixedResolver
+from torchweft.experts.client.connections import DirectoryResolver
 from torchweft.experts.client.stub import ExpertProgress, RequestBuilder
-from torchweft.experts.client.transport import DirectoryResolver, FixedResolver
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.discovery.fencing import token_of

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.experts.concurrency import wait_until
 from torchweft.core.errors import SpecError, UsageError
-from torchweft.experts.client.calls import RetryingCaller
+from torchweft.experts.client.calls import FixedResolver, RetryingCaller
 from torchweft.experts.client.retry import NEVER, Retry
-from torchweft.experts.client.transport import FixedResolver, TransportStatistics
+from torchweft.experts.client.transport import TransportStatistics
 from torchweft.experts.errors import (
     DeadlineError,
     DrainingError,

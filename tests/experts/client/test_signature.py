@@ -12,7 +12,7 @@ from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, ro
 from torchweft.core.errors import SpecError
 from torchweft.experts import ExpertBackend
 from torchweft.experts.client.calls import Steps
-from torchweft.experts.client.remote_function import ExpertCall, RemoteFunction
+from torchweft.experts.client.remote import ExpertCall, RemoteFunction
 from torchweft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
 from torchweft.experts.errors import MalformedError
 from torchweft.experts.wire import Call, Header, Kind, Received, decode, encode

@@ -14,11 +14,11 @@ from tests.experts.concurrency import blocking_expert
 from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows
 from torchweft.core.errors import SpecError, UsageError
 from torchweft.experts.client import ClientTls, GrpcTransport, LocalTransport, Transport
-from torchweft.experts.client.transport import explain_failure
 from torchweft.experts.compression import Compression
 from torchweft.experts.errors import DeadlineError, ExpertFailedError, LostError, UnknownExpertError, UnreachableError
 from torchweft.experts.server import Server
 from torchweft.experts.server.grpc_server import GrpcHandlers
+from torchweft.experts.tls import explain_failure
 from torchweft.experts.wire import Call, Header, Kind
 from torchweft.experts.wire.service import read_receipt
 
@@ -115,7 +115,7 @@ def test_statistics_count_calls_and_errors(there: tuple[Server, Transport]) -> N
 
 
 def test_stream_that_never_opens_executes_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchweft.experts.client.stream.OPENING", 0.2)
+    monkeypatch.setattr("torchweft.experts.client.transport.OPENING", 0.2)
     opened = threading.Event()
 
     async def silent(self: GrpcHandlers, messages: object, context: Any) -> None:

@@ -158,7 +158,7 @@ def test_a_prepared_sum_is_closed_and_outlives_its_stream(stages: Stages) -> Non
     stages.run()
     expert = stages.model[0]
     for _ in range(2):
-        weft.experts.client.calls.run_steps(expert.prepare_steps())
+        weft.experts.client.calls.run_steps(expert.commit_steps(prepares=True))
     (accumulator,) = stages.backends["a"].executor.mini_batches.values()
     assert accumulator.is_prepared and accumulator.stream is None
     with pytest.raises(CommitError, match="is being committed"):
@@ -166,7 +166,7 @@ def test_a_prepared_sum_is_closed_and_outlives_its_stream(stages: Stages) -> Non
     discard(stages.model)
     stages.run()
     stub, incarnation = expert._stub, expert._stub.mini_batch.commit_incarnation()
-    again = stub.requests.prepare("a", stub.mini_batch.name, incarnation or 0, 0)
+    again = stub.requests.commit("a", stub.mini_batch.name, incarnation or 0, 0, prepares=True)
     assert expert.commit() and stages.steps() == [1, 0, 0]
     assert stub.caller.call(again, 60.0).tensors()[0].item() == 1 and stages.steps() == [1, 0, 0]
 
@@ -174,7 +174,7 @@ def test_a_prepared_sum_is_closed_and_outlives_its_stream(stages: Stages) -> Non
 def test_a_server_that_shuts_down_applies_what_it_has_prepared(stages: Stages) -> None:
     stages.run()
     for expert in stages.model:
-        weft.experts.client.calls.run_steps(expert.prepare_steps())
+        weft.experts.client.calls.run_steps(expert.commit_steps(prepares=True))
         expert._stub.caller.retry = NEVER
     stages.servers["b"]._dispatcher.refuse_new_work("it shuts down")
     with pytest.raises(DrainingError):

@@ -10,11 +10,11 @@ from tests.experts.concurrency import in_threads, wait_until
 from tests.experts.expert_cases import rows
 from torchweft.core.errors import UsageError
 from torchweft.experts.client import Connections, commit, discard
-from torchweft.experts.client.calls import RetryingCaller, run_steps
-from torchweft.experts.client.remote_function import RecomputeCache, RemoteLayer
-from torchweft.experts.client.stream import PendingCalls
+from torchweft.experts.client.calls import FixedResolver, RetryingCaller, run_steps
+from torchweft.experts.client.connections import DirectoryResolver
+from torchweft.experts.client.layer import RecomputeCache, RemoteLayer
 from torchweft.experts.client.stub import CallOptions, ExpertStub, PendingCommit
-from torchweft.experts.client.transport import DirectoryResolver, FixedResolver
+from torchweft.experts.client.transport import PendingCalls
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.errors import CommitError, DeadlineError, LostError, NotOwnerError, UnreachableError
 
@@ -39,7 +39,7 @@ def test_only_overdue_calls_time_out(pending: PendingCalls) -> None:
 
 
 def test_clock_thread_ends_when_idle_and_restarts(pending: PendingCalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchweft.experts.client.stream._IDLE", 1)
+    monkeypatch.setattr("torchweft.experts.client.transport._IDLE", 1)
     for _ in range(2):
         assert isinstance(pending.register(CALL, 0.03).future.exception(60.0), DeadlineError)
         wait_until(lambda: pending._clock is None)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torchweft.core.pytree import flatten, map_leaves, unflatten
 from torchweft.core.spec import TensorSpec
+from torchweft.experts.client.connections import Connections, LocalTransport
 from torchweft.experts.client.retry import NEVER
-from torchweft.experts.client.transport import Connections, LocalTransport
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.wire import Call, Header, Kind, Received, write_fault
 from torchweft.experts.wire.service import StepReceipt, describe

@@ -136,5 +136,5 @@ def test_durable_steps_are_reported_per_expert(experts: Experts) -> None:
     mixture(numbers(16, GRID_WIDTH)).sum().backward()
     assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
     receipt = partial(StepReceipt, incarnation=9)
-    mixture._client.progress["ffn.1"].update(7, receipt(5))
+    mixture._client.stub("ffn.1").progress.update(7, receipt(5))
     assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7

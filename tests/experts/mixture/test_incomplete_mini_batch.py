@@ -8,6 +8,7 @@ import pytest
 from tests.experts.mixture.commit_cases import ALL, UIDS, Experts, LocalMixture, assert_commit_steps, only, run
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from torchweft.experts.client import NEVER
+from torchweft.experts.client.stub import ExpertProgress
 from torchweft.experts.errors import CommitError, GradientError, MalformedError, MixtureCommitError, TooFewAnswersError
 from torchweft.experts.mixture.fanout import MixtureSignature
 from torchweft.experts.mixture.mixture_function import MixtureCommit
@@ -161,17 +162,17 @@ def test_second_commit_skips_lost_sums(experts: Experts) -> None:
 def test_interrupted_commit_can_be_called_again(experts: Experts) -> None:
     mixture = experts.mixture()
     run(mixture, numbers(16, WIDTH))
-    accept = type(mixture._client).accept
-    seen: list[str] = []
+    accept = ExpertProgress.accept
+    seen: list[Any] = []
 
-    def interrupted(self: Any, uid: str, answer: Any) -> Any:
-        seen.append(uid)
+    def interrupted(self: ExpertProgress, answer: Any) -> None:
+        seen.append(answer)
         if len(seen) == 2:
             raise KeyboardInterrupt
-        return accept(self, uid, answer)
+        accept(self, answer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(mixture._client), "accept", interrupted)
+        patch.setattr(ExpertProgress, "accept", interrupted)
         with pytest.raises(KeyboardInterrupt):
             mixture.commit()
     assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 1)

@@ -203,7 +203,7 @@ def test_discard_reaches_queued_gradients(backend: ExpertBackend) -> None:
 
 
 def test_mini_batches_of_a_gone_client_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock().install(monkeypatch, "torchweft.experts.gradients")
+    clock = FakeClock().install(monkeypatch, "torchweft.experts.accumulation")
     backend = fussy_backend(mini_batches=AccumulationOptions(mini_batches=2, orphan_seconds=30.0))
     backend.executor.mini_batches._clock = clock.monotonic
     gone, back = CallerStream(), CallerStream()

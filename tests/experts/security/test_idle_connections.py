@@ -46,7 +46,7 @@ def test_connection_without_a_stream_is_closed(encrypted: bool, monkeypatch: pyt
         soon = {"grpc.server_handshake_timeout_ms": 200, "grpc.max_connection_idle_ms": 200}
         return [(name, soon.get(name, value)) for name, value in server_options(limits, connections)]
 
-    monkeypatch.setattr("torchweft.experts.server.grpc_server.server_options", hasty)
+    monkeypatch.setattr("torchweft.experts.wire.service.server_options", hasty)
     tls = ServerTls(*Authority("authority").issue("server")) if encrypted else None
     with Server(address="localhost:0", tls=tls) as server:
         host, port = server.address.split(":")

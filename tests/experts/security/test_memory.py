@@ -174,7 +174,7 @@ def test_invalid_parts_end_their_stream_and_free_memory(parts: list[bytes | None
 
 
 def test_stalled_frame_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchweft.experts.server.grpc_server._PART_SECONDS", 0.05)
+    monkeypatch.setattr("torchweft.experts.server.server_stream._PART_SECONDS", 0.05)
     with Server([fussy_backend()]) as server, raw_stream(server.address) as stream:
         stream.send(FIRST)
         (answer,) = stream.receive()
@@ -183,7 +183,7 @@ def test_stalled_frame_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchweft.experts.server.grpc_server._ROOM_SECONDS", 0.05)
+    monkeypatch.setattr("torchweft.experts.server.server_stream._ROOM_SECONDS", 0.05)
     with Server([fussy_backend()], options=ServerOptions(total_bytes=13 * MB)) as server, ExitStack() as stack:
         streams = [stack.enter_context(raw_stream(server.address)) for _ in range(8)]
         for stream in streams[:7]:

@@ -6,7 +6,7 @@ import pytest
 
 from torchweft.core.errors import UsageError
 from torchweft.experts.errors import ForbiddenError
-from torchweft.experts.server import Access, Audit, Caller, Grant, Role
+from torchweft.experts.server import Access, Audit, Caller, Grant, RequestDispatcher, Role
 from torchweft.experts.server.auth import authenticate
 
 ACCESS = Access(
@@ -35,12 +35,13 @@ ACCESS = Access(
 )
 def test_best_matching_grant_counts(client: str, expert: str, role: Role) -> None:
     assert ACCESS.role(client, expert) is role
+    dispatcher = RequestDispatcher(ACCESS)
     for required in (Role.FORWARD, Role.TRAIN, Role.ADMIN):
         if role >= required:
-            ACCESS.check(Caller(client, "peer"), expert, required, "something")
+            dispatcher.check_role(Caller(client, "peer"), expert, required, "something", "INFO")
         else:
             with pytest.raises(ForbiddenError, match=required.name):
-                ACCESS.check(Caller(client, "peer"), expert, required, "something")
+                dispatcher.check_role(Caller(client, "peer"), expert, required, "something", "INFO")
 
 
 def test_without_grants_every_client_can_do_everything() -> None:

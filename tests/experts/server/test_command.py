@@ -18,11 +18,11 @@ from tests.experts.server.server_cases import access_of, backend_of
 from tests.processes import SOURCE, python
 from torchweft.cli import main
 from torchweft.core.errors import UsageError
+from torchweft.experts.accumulation import AccumulationOptions
 from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import RemoteExpert, Retry
 from torchweft.experts.client.status import status
 from torchweft.experts.errors import RemoteError
-from torchweft.experts.gradients import AccumulationOptions
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
 from torchweft.experts.server import Role, command

@@ -122,7 +122,7 @@ def test_encoding_does_not_wait_for_a_hung_batch() -> None:
     replica = owning(7)
     with replica.backend.executor.lock:
         results: list[object] = [1]
-        thread = threading.Thread(target=lambda: results.append(replica.encode(0.05)))
+        thread = threading.Thread(target=lambda: results.append(replica.state.encode(0.05)))
         thread.start()
         thread.join(5.0)
     assert results == [1, None]

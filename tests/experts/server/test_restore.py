@@ -130,7 +130,7 @@ def test_skipped_checkpoints_are_reported(tmp_path: Path, caplog: pytest.LogCapt
         assert status["keeping"]["f"]["restored"] == 1
         for text in (status["failures"]["restore of f"], shown(status), caplog.text):
             assert "at step 1, as newer" in text and newest.name in text
-        server._background.periodic["checkpoints"].run_turn()
+        server._background.periodic["checkpoints"].act()
         assert server.status()["failures"] == status["failures"]
     store = save_steps(tmp_path, 6)
     caplog.clear()

@@ -103,7 +103,7 @@ def test_server_saves_stepped_experts_periodically(store: FolderCheckpointStore,
         train_steps(server, 2)
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
         saved = sorted(tmp_path.rglob("*.safetensors"))  # names contain a number that each save increases
-        server._background.periodic["checkpoints"].run_turn()
+        server._background.periodic["checkpoints"].act()
         assert sorted(tmp_path.rglob("*.safetensors")) == saved
         assert server.checkpoint() == 0
 

@@ -9,8 +9,7 @@ from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
 from torchweft.experts.client import GrpcTransport, Retry
-from torchweft.experts.client.calls import RetryingCaller
-from torchweft.experts.client.transport import FixedResolver
+from torchweft.experts.client.calls import FixedResolver, RetryingCaller
 from torchweft.experts.server import Server
 from torchweft.experts.wire import LIMITS, Call, Header, Kind, Limits
 from torchweft.experts.wire.frame import MESSAGE_BYTES
@@ -41,11 +40,11 @@ def test_server_tolerates_keepalive_pings_of_its_clients(monkeypatch: pytest.Mon
     def of_server(limits: Limits, connections: int) -> Options:
         return faster(server_options(limits, connections), number(CLIENT, "keepalive_time_ms") / ms)
 
-    monkeypatch.setattr("torchweft.experts.client.transport.client_options", of_client)
-    monkeypatch.setattr("torchweft.experts.server.grpc_server.server_options", lambda *_: [])
+    monkeypatch.setattr("torchweft.experts.wire.service.client_options", of_client)
+    monkeypatch.setattr("torchweft.experts.wire.service.server_options", lambda *_: [])
     with ExitStack() as stack:
         default = stack.enter_context(Server([fussy_backend()]))
-        monkeypatch.setattr("torchweft.experts.server.grpc_server.server_options", of_server)
+        monkeypatch.setattr("torchweft.experts.wire.service.server_options", of_server)
         ours = stack.enter_context(Server([fussy_backend()]))
         kept = stack.enter_context(GrpcTransport(ours.address))
         RetryingCaller(FixedResolver(kept), SOON).call(PING, 30.0)
@@ -70,7 +69,7 @@ def test_unresponsive_connection_is_closed_during_a_call(monkeypatch: pytest.Mon
     def hasty(limits: Limits) -> Options:
         return [(name, 300 if name.endswith(times) else value) for name, value in client_options(limits)]
 
-    monkeypatch.setattr("torchweft.experts.client.transport.client_options", hasty)
+    monkeypatch.setattr("torchweft.experts.wire.service.client_options", hasty)
     with (
         Server([fussy_backend()]) as server,
         FaultyProxy(server.address) as network,

@@ -6,6 +6,7 @@ results, the gradients and the buffers bit by bit.
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def pair(model: nn.Sequential, balance: list[int] | None = None, **settings: Any
     balance = balance or [2, len(model) - 2]
     settings = {"chunks": 4, "balance": balance, **settings}
     return [
-        weft.Pipe(copy.deepcopy(model), devices=["cpu"] * 2, executor="serial", **settings),
+        weft.Pipe(copy.deepcopy(model), devices=["cpu"] * len(balance), executor="serial", **settings),
         weft.Pipe(copy.deepcopy(model), group=dist.group.WORLD, **settings),
     ]
 
@@ -230,6 +231,29 @@ def nested_values() -> Any:
     return pair(model, loss=mse), lambda pipe: step(pipe, *data())
 
 
+class ConvNextBlock(nn.Module):
+    """A block whose result is permuted: its channels are last in memory. A path of whole rows is dropped."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        y = self.narrow(nn.functional.gelu(self.wide(y))).permute(0, 3, 1, 2)
+        return y * nn.functional.dropout(torch.ones_like(y[:, :1, :1, :1]), 0.3, self.training) + x
+
+
+def permuted_values(schedule: str, balance: list[int]) -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 6, 2, 2), *(ConvNextBlock(6) for _ in range(3))).double()
+    x = torch.randn(8, 3, 10, 14, generator=torch.Generator().manual_seed(8)).double()
+    pipes = pair(model, balance, loss=lambda y, t: mse(y.mean((2, 3)), t), schedule=schedule)
+    return pipes, lambda pipe: step(pipe, x, data()[1])
+
+
 CASES: dict[str, Callable[[], Any]] = {
     case.__name__: case
     for case in (
@@ -253,6 +277,10 @@ CASES: dict[str, Callable[[], Any]] = {
         stage_without_parameters,
         nested_values,
     )
+}
+CASES |= {
+    f"permuted_values_{schedule}": partial(permuted_values, schedule, balance)
+    for schedule, balance in (("zero_bubble", [2, 2]), ("dualpipev", [1, 1, 1, 1]))
 }
 
 

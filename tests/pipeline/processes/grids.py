@@ -1,12 +1,18 @@
 """Work for ranks: replicas of a pipeline, long training, observation, copies."""
 
 import copy
+import time
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweft as weft
@@ -39,6 +45,86 @@ def train_replicas(inside: bool) -> float:
     assert sorted(fired) == sorted(5 * [name for name, _ in pipe.named_parameters()]), "hooks fire once per step"
     named = dict(plain.named_parameters())
     return max(float((value - named[name]).abs().max().detach()) for name, value in pipe.named_parameters())
+
+
+class Waits(nn.Module):
+    """A layer with an action in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(6, 6), nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.act())
+        return y
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} was not noted"
+        time.sleep(0.01)
+
+
+def nothing() -> None:
+    pass
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def reduce_early(folder: str, kind: str, inside: bool) -> list[str]:
+    """Reduce over replicas of two stages. In the first step, the backward of the first stage, or of the loss on its
+    rank, waits until the last stage reduces. In the second one it fails, in the last one a module in front of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    front, model = Waits().double(), nn.Sequential(Waits(), nn.Tanh(), nn.Linear(6, 6)).double()
+    loss, first = nn.functional.mse_loss, mesh.get_local_rank("pp") == 0
+    settings: Any = {"schedule": "1f1b", "loss": loss} if inside else {}
+    pipe: Any = weft.Pipe(model, chunks=2, balance=[2, 1], group=mesh["pp"], **settings)
+    noted = Path(folder) / f"{kind} {inside} {mesh.get_local_rank('dp')}"
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    reduce = getattr(dist, name)
+
+    def note_scatter(*args: Any, **kwargs: Any) -> Any:
+        if not first:
+            noted.touch()
+        return reduce(*args, **kwargs)
+
+    def note_bucket(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if not first:
+            noted.touch()
+        return allreduce_hook(state, bucket)
+
+    if kind == "FSDP":
+        fully_shard(pipe, mesh=mesh["dp"])
+        replica = pipe
+    else:
+        replica = DistributedDataParallel(pipe, process_group=mesh["dp"].get_group())
+        replica.register_comm_hook(mesh["dp"].get_group(), note_bucket)
+    layer, outcomes = pipe[0], []
+    # The wrappers cannot go on if a backward fails after they have begun to reduce, and FSDP2 never.
+    for event in ("wait", "layer", "", "front") if kind == "DDP" else ("wait", ""):
+        layer.act = (
+            fail if event == "layer" else partial(wait_for, noted) if event == "wait" and not inside else nothing
+        )
+        front.act = fail if first else nothing
+        x, y = (torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).double() for _ in range(2))
+        replica.zero_grad()
+        try:
+            with patch.object(dist, name, note_scatter):
+                h = front(x) if event == "front" else x
+                value = replica(h, target=y) if inside else loss(replica(h), y)
+                if event == "wait" and inside and first:
+                    value.register_hook(lambda _: wait_for(noted))
+                value.backward()
+            outcomes.append("")
+        except Exception as error:
+            outcomes.append(type(error).__name__)
+    return outcomes
 
 
 def train_pipe_per_rank() -> float:

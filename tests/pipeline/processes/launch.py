@@ -197,3 +197,5 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection, st
             pipe.send(answer)
         except Exception:  # an error or result that cannot be pickled
             pipe.send((None, None, answer[2] or traceback.format_exc()))
+        # The traceback of an error refers to the pipe of a failed test, which the next one would find alive.
+        del answer

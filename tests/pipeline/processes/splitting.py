@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from tests.pipeline.split.test_changing_lengths import LENGTHS, WIDTH, Labelled,
 from tests.pipeline.split.zoo import HUGGING, UNet, ids, text
 from torchweft.core.errors import SpecError
 from torchweft.pipeline.microbatch import split
+from torchweft.pipeline.processes import process_pipe, split_model
+from torchweft.pipeline.processes.loans import Loans
+from torchweft.pipeline.processes.ownership import plan_loans
 from torchweft.pipeline.split import program_cache
 from torchweft.pipeline.weights import map_tensors
 
@@ -301,6 +305,35 @@ class Settable(nn.Module):
         x = self.first(x) * (1 + self.rise) if bool((x > 0).all()) else self.first(x) + self.shift
         x = self.third(x) if self.swap else x.tanh()
         return self.third(self.second(x)) + next(self.counter, 0.0)
+
+
+def borrow_wrongly(wrong: str) -> list[tuple[str, str]]:
+    """The errors of two first steps, of a pipe with split points and of one with tied layers, in which numbers of the
+    loans belong to other parameters: on the ranks that borrow, or on the owner."""
+
+    def plan_wrongly(*args: Any) -> Loans:
+        loans = plan_loans(*args)
+        if wrong == "borrower":
+            places = {
+                stage: [(number, other) for (number, _), (_, other) in zip(x, x[::-1], strict=True)]
+                for stage, x in loans.places.items()
+            }
+            return Loans(loans._loans, places, dist.get_rank())
+        pairs = zip(loans._loans, reversed(loans._loans), strict=True)
+        return Loans([loan._replace(place=other.place) for loan, other in pairs], loans.places, dist.get_rank())
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    for key in ("weight", "bias"):
+        setattr(model[2], key, getattr(model[0], key))
+    errors: list[tuple[str, str]] = []
+    with patch.object(split_model, "plan_loans", plan_wrongly), patch.object(process_pipe, "plan_loans", plan_wrongly):
+        for layers, cut in ((Scales(), {"split": ["second"]}), (model, {"balance": [2, 1]})):
+            pipe = weft.Pipe(layers, chunks=2, group=dist.group.WORLD, **cut)  # type: ignore[arg-type]
+            try:
+                pipe(_inputs(4))
+            except Exception as error:
+                errors.append((type(error).__name__, str(error)))
+    return errors
 
 
 def fail_apart(kind: str) -> tuple[str, str, float]:

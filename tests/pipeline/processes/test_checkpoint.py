@@ -57,9 +57,9 @@ def test_a_plain_checkpoint_is_loaded_by_ranks(ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_training_survives_twenty_restarts(tmp_path: Path) -> None:
+def test_training_survives_restarts(tmp_path: Path) -> None:
     """Each attempt has new processes and a new store, as with torchrun, and ends by the death of a rank."""
-    folder, steps = str(tmp_path / "latest"), 21
+    folder, steps = str(tmp_path / "latest"), 7
     for attempt in range(steps):
         with fresh_ranks(2, timeout=30.0) as two:
             last = attempt == steps - 1

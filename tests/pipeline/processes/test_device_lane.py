@@ -11,7 +11,7 @@ from torchweft.pipeline.processes.frames import DEVICE_LANE, TensorShape
 
 def shape_of(number: int) -> TensorShape:
     """The shape of the tensor with this number."""
-    return TensorShape(torch.float32, (number,), False, DEVICE_LANE, True)
+    return TensorShape(torch.float32, (number,), (1,), False, DEVICE_LANE, True)
 
 
 @given(st.lists(st.sampled_from(["header", "need", "end"]), max_size=40), st.randoms())

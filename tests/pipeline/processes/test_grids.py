@@ -1,5 +1,7 @@
 """Pipes over processes: with data parallelism, over many steps, observed, copied."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.pipeline.processes import grids
@@ -8,6 +10,16 @@ from tests.pipeline.processes import grids
 @pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
 def test_replicas_of_a_pipeline_train_as_plain(ranks, inside: bool) -> None:
     assert max(ranks(4).run(grids.train_replicas, inside)) < 1e-12
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP"])
+def test_a_reduction_begins_before_the_walk_ends(ranks, tmp_path: Path, kind: str, inside: bool) -> None:
+    """By the order of events: the first stage ends its backward only after the last stage has begun to reduce. All
+    ranks of a pipe raise a failure, and the next step works."""
+    for rank, outcomes in enumerate(ranks(4).run(grids.reduce_early, str(tmp_path), kind, inside)):
+        failed = "RankFailedError" if rank % 2 else "ValueError"
+        assert outcomes == (["", failed, "", failed] if kind == "DDP" else ["", ""])
 
 
 def test_a_pipe_per_rank_works_under_ddp(ranks) -> None:

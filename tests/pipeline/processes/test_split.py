@@ -89,6 +89,14 @@ def test_programs_that_differ_are_rejected_everywhere(ranks: Find, kind: str, wo
         assert worst <= 1e-6
 
 
+@pytest.mark.parametrize("wrong", ["borrower", "owner"])
+def test_a_wrongly_lent_parameter_is_an_error(ranks: Find, wrong: str) -> None:
+    for errors in ranks(2).run(splitting.borrow_wrongly, wrong):
+        assert [name for name, _ in errors] == ["SplitError"] * 2, errors
+        assert re.search(r"reads scales\.\d, but rank 0 lent scales\.\d for it", errors[0][1])
+        assert re.search(r"reads 2\.(weight, .* 0\.bias or 2\.bias|bias, .* 0\.weight or 2\.weight) for", errors[1][1])
+
+
 def test_ranks_agree_on_an_automatic_split(ranks: Find) -> None:
     (one, worst), (other, other_worst) = ranks(2).run(splitting.cut_automatically)
     assert one == other and len(one) == 1

@@ -32,14 +32,34 @@ from torchweft.core.errors import UsageError, WeftError
 from torchweft.core.rng import lock_released
 from torchweft.experts import errors
 from torchweft.experts.client.retry import Retry, not_executed
-from torchweft.experts.client.stream import TICK, describe_call
-from torchweft.experts.client.transport import FixedResolver
+from torchweft.experts.client.transport import TICK, Transport, describe_call
 from torchweft.experts.wire import Call, Received
 
 LOOK = 0.1  # seconds between two checks of the directory's snapshot while a call waits; it is in memory
 _GRACE = 4 * TICK  # transports end overdue calls themselves; this is for one that does not
 _LONGEST_WAIT = 3600.0
 T = TypeVar("T")
+
+
+class FixedResolver:
+    """The way to one expert: always the same transport."""
+
+    takeover_expected = False  # Whether a follower of the expert will certainly take it over soon
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def select_transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """The transport for an attempt (counted from 0), after the previous one ended with ``last``."""
+        return self._transport
+
+    def owner_token(self) -> int:
+        """The fencing token of the expert's owner. 0: unknown."""
+        return 0
+
+    def new_owner(self, address: str, token: int) -> str | None:
+        """The owner's address if the owner has changed since ``token`` and is not at ``address``."""
+        return None
 
 
 @dataclass(eq=False, slots=True)
@@ -344,6 +364,16 @@ class StepsRun(Generic[T]):
             call.on_end = self._call_ended
             self._loop.start(call)
 
+    def take(self) -> T:
+        """The value, or raise the error. The run forgets the error, whose traceback holds the frames of its callers."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame: a cycle
+        return self.value  # type: ignore[return-value]
+
     def cancel(self) -> None:
         if not self.has_ended:
             self.has_ended, self._on_end = True, None
@@ -411,13 +441,7 @@ def run_steps(steps: Steps[T]) -> T:
                 loop.drive()
     finally:
         run.cancel()
-    error, run.error = run.error, None
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame: a cycle
-    return run.value  # type: ignore[return-value]
+    return run.take()
 
 
 def _single_call(call: RemoteCall) -> Steps[Any]:

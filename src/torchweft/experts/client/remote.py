@@ -5,57 +5,199 @@
     loss(model(x)).backward()           # also trains the expert at its server
 
 To PyTorch it is an ordinary layer. `torch.distributed.rpc` has remote modules too, but needs a fixed group of
-processes that trust each other. The idea of one autograd function that joins two remote calls is hivemind's.
+processes that trust each other. The idea of one autograd function that joins two remote calls is hivemind's. A call is
+one node of the graph:
+
+    inputs, anchor ──> [ forward:  inputs ──────────────────> server ] ──> outputs ──> the user's loss
+    their gradients <── [ backward: inputs, output gradients ─> server ] <── gradients of the outputs
+
+The client keeps no graph: the server re-runs its module for the backward, or has kept the graph. Autograd omits a node
+if no input requires a gradient, and the expert would not be trained. The *anchor* prevents this: a parameter with a
+single zero, which always gets a zero gradient (hivemind's DUMMY).
+
+    anchor requires a gradient              a node, whose backward trains the experts
+    frozen, and all inputs require none     no node: the experts only answer
+    frozen, but an input requires one       rejected: the backward for the input would step the servers
+
+The anchor is not empty, because some optimizers and gradient norms fail for tensors without elements.
 """
 
 import inspect
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from torchweft.core.autograd import apply_as_node, graph_break
+from torchweft.core.autograd import apply_as_node, graph_break, has_tangent
 from torchweft.core.context import is_checkpointing, is_recomputing
-from torchweft.core.errors import UsageError, WeftError, escape
+from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, InPlaceError, UsageError
+from torchweft.core.segment import version
 from torchweft.core.validation import Validator, uid_fault
 from torchweft.experts.address import address_fault
-from torchweft.experts.client.calls import RetryingCaller, Steps, run_all, run_steps
+from torchweft.experts.client.calls import FixedResolver, RetryingCaller, Steps, run_all, run_steps
+from torchweft.experts.client.connections import Connections, DirectoryResolver
 from torchweft.experts.client.futures import ExpertFuture, submit
-from torchweft.experts.client.remote_function import (
-    ExpertCall,
-    RecomputeCache,
-    RemoteFunction,
-    RemoteLayer,
-    reject_tangents,
-)
+from torchweft.experts.client.layer import RecomputeCache, RemoteLayer
 from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.status import fetch_state, set_hyperparameters
 from torchweft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey, Signature
-from torchweft.experts.client.transport import (
-    Connections,
-    DirectoryResolver,
-    FixedResolver,
-    GrpcTransport,
-    Transport,
-    fixed_faults,
-)
+from torchweft.experts.client.transport import GrpcTransport, Transport
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery import Directory
-from torchweft.experts.fork_guard import finalizer
+from torchweft.experts.fork_guard import ContextManager, finalizer
 from torchweft.experts.tls import ClientTls, credential_faults
 from torchweft.experts.wire.service import Description
 
-_LISTED = 10  # most names in a message
+ONLY_ONCE = (
+    "has its graph at its server, and returns first-order gradients only; compute such a penalty with local layers, "
+    "from the expert's detached outputs"
+)  # The reason why a gradient of a gradient does not exist through an expert
 _LAST_DISCARD = 1.0  # longest wait of `close`, in seconds, until the server has dropped an open mini-batch
 _LOCAL = ("_stub", "_cache", "_finalizer")  # valid in this process only, and made again in another
 _SHARED = ("_where", "_credentials", "_retry", "_options")  # shared by copies
+T = TypeVar("T")
 
 
-class RemoteExpert(RemoteLayer):
+@dataclass(eq=False)
+class ExpertCall:
+    """One call of one expert: its forward, and the backward that belongs to it. ``cached``: outputs of the forward."""
+
+    stub: ExpertStub
+    signature: Signature
+    inputs: Sequence[Tensor]
+    anchor: Tensor
+    key: IdempotencyKey
+    deadline: float
+    cached: list[Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._needs_gradient = [tensor.requires_grad for tensor in self.inputs]
+        self.is_tracked = torch.is_grad_enabled() and (self.anchor.requires_grad or any(self._needs_gradient))
+        if self.is_tracked:
+            # Detached tensors hold no graph, but share the version counters, by which `backward` detects modifications.
+            self.inputs = [tensor.detach() for tensor in self.inputs]
+            self._versions = [version(tensor) for tensor in self.inputs]
+
+    def forward(self) -> Steps[list[Tensor]]:
+        outputs, self.cached = self.cached, None
+        if outputs is None:
+            outputs = yield from self.stub.forward(self.inputs, self.key, self.deadline)
+        if self.is_tracked:
+            self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
+        return outputs
+
+    def check_unchanged(self) -> None:
+        names = zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
+        if changed := [name for name, tensor, before in names if version(tensor) != before]:
+            raise InPlaceError(
+                f"{', '.join(changed)} of expert {self.signature.name!r} was written to after the call, but its "
+                "backward needs it unchanged; pass a copy to the expert, or write into a copy"
+            )
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Steps[list[Tensor | None]]:
+        """One gradient for each input, None for those that need none."""
+        # A new key for the next backward of a retained graph: under the same key it would count as a retry.
+        key, self.key = self.key, self.key.next_backward()
+        output_gradients = [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(gradients, self._outputs, strict=True)
+        ]
+        input_gradients = yield from self.stub.backward(self.inputs, output_gradients, key)
+        needed = zip(input_gradients, self._needs_gradient, strict=True)
+        return [gradient if is_needed else None for gradient, is_needed in needed]
+
+
+class RemoteFunction:
+    """A `weft.core.autograd.CutFunction` of calls that are under way at once. Their anchors come last."""
+
+    # ``counts``: after `forward`, the number of flat outputs of each call, or its error if ``settle``. The outputs
+    # themselves refer to the node of this function, and keeping them here would be a cycle.
+    def __init__(self, calls: Sequence[ExpertCall], anchors: Sequence[Tensor], settle: bool = False) -> None:
+        self.calls, self.settle = calls, settle
+        self.counts: list[int | BaseException] = []
+        self._anchors = anchors
+        self._freed = False
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        results = run_calls([call.forward() for call in self.calls], self.calls, self.settle)
+        self.counts = [result if isinstance(result, BaseException) else len(result) for result in results]
+        answered = [call for call, count in zip(self.calls, self.counts, strict=True) if isinstance(count, int)]
+        tracked = [is_tracked and call.is_tracked for call in answered for is_tracked in call.signature.tracked]
+        return [output for outputs in results if not isinstance(outputs, BaseException) for output in outputs], tracked
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
+        if self._freed:
+            raise BackwardTwiceError(BACKWARD_TWICE)
+        steps: dict[ExpertCall, Steps[list[Tensor | None]]] = {}
+        rest = list(gradients)
+        for call, count in zip(self.calls, self.counts, strict=True):
+            if isinstance(count, int):
+                own, rest = rest[:count], rest[count:]
+                # As in plain autograd, a call whose outputs got no gradient has no backward, and its expert no step.
+                if any(gradient is not None for gradient in own):
+                    steps[call] = call.backward(own)
+        for call in steps:  # before the first expert steps
+            call.check_unchanged()
+        results = cast("list[list[Tensor | None]]", run_calls([*steps.values()], [*steps], None))
+        found = dict(zip(steps, results, strict=True))
+        input_gradients = [found[call] if call in found else [None] * len(call.inputs) for call in self.calls]
+        if not retain:
+            self._freed = True
+            for call in self.calls:
+                call.inputs = []
+        flat = [gradient for call_gradients in input_gradients for gradient in call_gradients]
+        return [*flat, *map(torch.zeros_like, self._anchors)]
+
+    @property
+    def only_once(self) -> str:
+        return f"expert {', '.join(dict.fromkeys(repr(call.signature.name) for call in self.calls))} {ONLY_ONCE}"
+
+
+def run_calls(
+    operations: Sequence[Steps[T]], calls: Sequence[ExpertCall], settle: bool | None
+) -> list[T | BaseException]:
+    """Run the operations of these calls at once. Errors name their call if there are several.
+
+    ``settle``: return errors in place of results. None: wait for all as well, and raise the first error then.
+    """
+    runs = run_all(operations, settle=settle is not False)
+    failed = [(number, run) for number, run in enumerate(runs) if run.error is not None]
+    for number, run in failed:
+        if run.error is not None and len(calls) > 1:
+            run.error.add_note(f"in call {number} of {len(calls)}: expert {calls[number].stub.uid!r}")
+    if failed and not settle:
+        runs.clear()  # the error's traceback holds this frame, and must not hold the results of other calls
+        failed[0][1].take()
+    return [run.take() if run.error is None else run.error for run in runs]
+
+
+def choose_anchor(anchor: Tensor, subject: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
+    """The anchor, detached if the call does not train the experts. ``subject`` begins the error."""
+    if trained and anchor.requires_grad:
+        return anchor
+    if trained and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise UsageError(
+            f"{subject} frozen here (the anchor does not require a gradient), but the backward for the inputs "
+            "would step at the server; call it under no_grad, or unfreeze it"
+        )
+    return anchor.detach()
+
+
+def reject_tangents(name: str, inputs: Sequence[Tensor]) -> None:
+    # Forward-mode differentiation: the tangents would be lost without notice.
+    if has_tangent(inputs):
+        raise UsageError(
+            f"an input of {name} has a tangent (forward-mode differentiation), which only its server could propagate; "
+            "use backward, or call it with inputs without tangents"
+        )
+
+
+class RemoteExpert(RemoteLayer, ContextManager):
     """An expert of a server as a layer. Any number of threads can call it at once.
 
     Args:
@@ -174,7 +316,7 @@ class RemoteExpert(RemoteLayer):
         if is_checkpointing():
             anchor = self.anchor
         else:
-            anchor = self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)
+            anchor = choose_anchor(self.anchor, f"remote expert {self.uid!r} is", signature.trained, inputs)
         call = ExpertCall(self._stub, signature, inputs, anchor, key, deadline, cached)
         if call.is_tracked and cached is None and self._options.keep_graph and not is_checkpointing():
             key.request_graph()
@@ -225,12 +367,9 @@ class RemoteExpert(RemoteLayer):
             raise UsageError(f"expert {self.uid!r} steps at every backward: to commit, make it with accumulate=True")
         return run_steps(self.commit_steps())
 
-    def prepare_steps(self) -> Steps[bool]:
-        """The first phase of a commit with other experts, see `weft.experts.client.commit`."""
-        return self._stub.prepare()
-
-    def commit_steps(self) -> Steps[bool]:
-        return self._stub.commit()
+    def commit_steps(self, *, prepares: bool = False) -> Steps[bool]:
+        """The phases of a commit with other experts, see `weft.experts.client.commit`."""
+        return self._stub.commit(prepares=prepares)
 
     def discard(self) -> None:
         """Drop the gradients since the last commit, without waiting for the server."""
@@ -263,12 +402,6 @@ class RemoteExpert(RemoteLayer):
         if self._options.accumulate:
             self._stub.discard(_LAST_DISCARD)
         self._finalizer()
-
-    def __enter__(self) -> "RemoteExpert":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Additions of subclasses are kept. Connections belong to this process.
@@ -304,78 +437,6 @@ class RemoteExpert(RemoteLayer):
         self._cache = RecomputeCache[tuple[IdempotencyKey, list[Tensor]]]()
         # Bound to the stub, not to this module: a graph with a pending backward holds the stub and needs it to work.
         self._finalizer = finalizer(self._stub, _close, caller, separate)
-
-
-Entry = tuple[RemoteExpert, tuple[Any, ...], dict[str, Any]]  # an expert with the arguments of one call
-
-
-def call_experts(entries: Sequence[Entry], settle: bool = False) -> list[Any]:
-    """Call experts, all at once, as one autograd node. ``settle``: an error takes the place of its result."""
-    now = time.monotonic()
-    if len(entries) > 1:
-        # All descriptions at once. Errors come again from the calls below, which name their call.
-        new = dict.fromkeys(remote for remote, _, _ in entries)
-        run_all([remote.load_signature(now + remote.timeout) for remote in new], settle=True)
-    calls, leaves = list[ExpertCall](), list[Tensor]()
-    for number, (remote, args, kwargs) in enumerate(entries):
-        try:
-            call, inputs = remote.begin_call(args, kwargs, now + remote.timeout)
-            calls.append(call)
-            leaves += inputs
-        except WeftError as error:
-            if len(entries) > 1:
-                error.add_note(f"in call {number} of {len(entries)}: expert {remote.uid!r}")
-            raise
-    # Each anchor once. They come last, so that the gradients of the inputs have the places of the inputs.
-    anchors = list(dict.fromkeys(call.anchor for call in calls))
-    function = RemoteFunction(calls, anchors, settle)
-    if not is_checkpointing() and any(call.is_tracked for call in calls):
-        flat = iter(apply_as_node(function, [*leaves, *anchors]))
-    else:
-        flat = iter(function.forward()[0])
-    results = [[next(flat) for _ in range(count)] if isinstance(count, int) else count for count in function.counts]
-    for (remote, _, _), call, outputs in zip(entries, calls, results, strict=True):
-        if is_checkpointing() and isinstance(outputs, list):
-            remote.keep_for_recomputation(call, outputs)
-    packed = zip(calls, results, strict=True)
-    return [call.signature.outputs.pack(y) if isinstance(y, list) else y for call, y in packed]
-
-
-def gather(calls: Iterable[Any], *, return_exceptions: bool = False) -> list[Any]:
-    """Call experts, all at once, and return their results in order. Works with autograd, and inside a stage of a Pipe.
-
-    All forwards are under way at once, and so are all backwards: different experts, or one expert many times.
-
-    Args:
-        calls: for each call a tuple of the expert and its arguments, or ``partial(expert, *args, **kwargs)``.
-        return_exceptions: as in `asyncio.gather`: a failed call has its error in place of a result. Otherwise the first
-            error is raised, with a note that names its call, and the other calls are cancelled.
-
-    A backward waits for all calls, and raises the first error then: the other experts have stepped.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
-        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
-        ...     with weft.RemoteExpert("ffn.0", server.address) as remote:
-        ...         [y.shape for y in weft.gather([(remote, torch.randn(1, 8)) for _ in range(3)])]
-        [torch.Size([1, 8]), torch.Size([1, 8]), torch.Size([1, 8])]
-    """
-    entries: list[Entry] = []
-    with Validator("invalid calls of weft.gather") as check:
-        for number, call in enumerate(calls):
-            if isinstance(call, partial):
-                bound = cast("partial[Any]", call)
-                remote, args, kwargs = bound.func, bound.args, bound.keywords
-            else:
-                parts = cast("tuple[Any, ...]", call) if isinstance(call, tuple) else (call,)
-                (remote, *rest), kwargs = parts or (None,), dict[str, Any]()
-                args = tuple(rest)
-            if isinstance(remote, RemoteExpert):
-                entries.append((remote, args, kwargs))
-            else:  # built here only, because the text of a tensor takes milliseconds
-                check.add(f"call {number} is {call!r}, wanted (expert, *arguments) or partial(expert, *arguments)")
-        check.boolean("return_exceptions", return_exceptions)
-    return graph_break(call_experts, entries, return_exceptions) if entries else []
 
 
 _DEFAULTS = {
@@ -416,45 +477,3 @@ def _close(caller: RetryingCaller, transport: Transport | None) -> None:
     caller.closed.set()
     if transport is not None:
         transport.close()
-
-
-def create_remote_experts(
-    uids: Sequence[str], directory: Directory | Connections | Mapping[str, str], **options: Any
-) -> list[RemoteExpert | None]:
-    """Create one `RemoteExpert` per uid, in order. None stands for those that the directory does not list now.
-
-    Warns if it lists none of them.
-
-    ``Connections`` stay open. For a directory, or addresses by uid, connections are made, which close when the last of
-    the experts is garbage-collected. ``options``: those of `RemoteExpert` except ``tls`` and ``token``.
-
-    Raises ``DirectoryUnavailableError`` if the directory does not answer, ``UsageError`` that lists all invalid
-    arguments.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
-        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
-        ...     (remote,) = weft.create_remote_experts(["ffn.0"], {"ffn.0": server.address})
-        ...     remote(torch.randn(4, 8)).shape
-        torch.Size([4, 8])
-    """
-    with Validator("invalid remote experts") as check:
-        names: list[Any] = []
-        if isinstance(uids, str) or not isinstance(cast("Any", uids), Iterable):
-            check.add(f"uids is {uids!r}, wanted a list of names")
-        else:
-            names = list(uids)
-            check.add(*(fault for uid in names for fault in uid_fault(uid)))
-        if isinstance(directory, Mapping):
-            check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
-        else:
-            kinds = "a directory, Connections to one, or addresses by uid; a single address is for RemoteExpert"
-            check.instance("directory", directory, (Directory, Connections), kinds)
-        check_options(check, False, options)
-    connections = directory if isinstance(directory, Connections) else Connections(directory)
-    known = connections.snapshot()
-    if names and not any(uid in known for uid in names):
-        wanted, listed = (", ".join(map(escape, uids[:_LISTED])) for uids in (names, known.uids))
-        text = f"none of the experts {wanted} is listed in the directory, which lists {listed or 'no expert at all'}"
-        warnings.warn(f"{text}; check their names, or start a server of them", stacklevel=2)
-    return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in names]

@@ -20,10 +20,9 @@ from torchweft.core.errors import UsageError, escape
 from torchweft.experts.client.transport import GrpcTransport, Transport
 from torchweft.experts.errors import DeadlineError, UnreachableError
 from torchweft.experts.serialization import deserialize
+from torchweft.experts.statistics import Status, count_expert, waiting_tasks
 from torchweft.experts.tls import ClientTls
 from torchweft.experts.wire.service import Operation
-
-Json = Mapping[str, Any]
 
 
 def status(
@@ -51,7 +50,7 @@ def watch(address: str, seconds: float, **options: Any) -> Iterator[str]:
         time.sleep(seconds)
 
 
-def shown(status: Json) -> str:
+def shown(status: Status) -> str:
     """The status as lines."""
     state = f", draining: {status['draining']}" if status["draining"] else ""
     head = (
@@ -78,16 +77,14 @@ def shown(status: Json) -> str:
     return "\n".join(escape(line) for line in [head, *lines])
 
 
-def _expert_row(name: str, expert: Json, keeping: Json) -> tuple[str, ...]:
-    pools = expert["pools"].values()
-    refused = sum(expert["refused_gradients"].values()) + sum(sum(pool["refused"].values()) for pool in pools)
-    batches = expert["forward_batches"] + expert["backward_batches"]
-    waiting = sum(pool["waiting_tasks"] for pool in pools)
+def _expert_row(name: str, expert: Status, keeping: Status) -> tuple[str, ...]:
+    counts = count_expert(expert)
     durable = "-" if keeping["durable"] is None else keeping["durable"]
-    return (escape(name), *map(str, (expert["steps"], durable, batches, waiting, refused)))
+    batches = counts["forward_batches"] + counts["backward_batches"]
+    return (escape(name), *map(str, (expert["steps"], durable, batches, waiting_tasks(expert), counts["refused"])))
 
 
-def _refusal_counts(status: Json) -> Iterator[tuple[int, str, str]]:
+def _refusal_counts(status: Status) -> Iterator[tuple[int, str, str]]:
     tasks: Counter[str] = Counter()
     gradients: Counter[str] = Counter()
     for expert in status["experts"].values():
@@ -100,7 +97,7 @@ def _refusal_counts(status: Json) -> Iterator[tuple[int, str, str]]:
         yield from ((count, where, reason) for reason, count in counts.items() if count)
 
 
-def _replica_text(replica: Json) -> str:
+def _replica_text(replica: Status) -> str:
     token = f"with token {replica['token']}"
     if replica["role"] == "owner":
         others = ", ".join(f"{name} ({steps} steps behind)" for name, steps in sorted(replica["followers"].items()))

@@ -19,7 +19,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -31,8 +31,7 @@ from torch import Tensor
 from torchweft.core.errors import SpecError, WeftError, join_faults
 from torchweft.core.pytree import difference, flatten, structure_paths
 from torchweft.experts import errors
-from torchweft.experts.client.calls import RemoteCall, RetryingCaller, Steps, run_steps
-from torchweft.experts.client.transport import FixedResolver
+from torchweft.experts.client.calls import FixedResolver, RemoteCall, RetryingCaller, Steps, run_steps
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery.fencing import number_of, replaced
 from torchweft.experts.schema import FlatSchema, NestedSchema, call_schema, output_schema
@@ -40,6 +39,7 @@ from torchweft.experts.task import REPEATED
 from torchweft.experts.wire import Call, Header, Kind, Received
 from torchweft.experts.wire.service import Description, StepReceipt, read_description, read_receipt
 
+Use = Callable[[list[Tensor]], Any]
 _PAST_INCARNATIONS = 16  # number of past incarnations whose delayed answers are recognised
 
 
@@ -57,9 +57,11 @@ class CallOptions:
 class ExpertStub:
     """The calls of one expert, as `Steps`. Thread-safe."""
 
-    def __init__(self, uid: str, caller: RetryingCaller, options: CallOptions) -> None:
+    def __init__(
+        self, uid: str, caller: RetryingCaller, options: CallOptions, requests: "RequestBuilder | None" = None
+    ) -> None:
         self.uid, self.caller, self.options = uid, caller, options
-        self.requests = RequestBuilder(options.client, options.compression)
+        self.requests = requests or RequestBuilder(options.client, options.compression)
         self.mini_batch = PendingCommit(uid)
         self.progress = ExpertProgress(uid, caller.resolver)
         self._lock = threading.Lock()
@@ -87,12 +89,12 @@ class ExpertStub:
         signature = self.loaded or (yield from self.signature(deadline))
         self._remaining_seconds(deadline)
         if not inputs or inputs[0].shape[0] <= signature.max_batch_size:
-            call = self._forward_call(inputs, key, signature, deadline)
+            call = self.forward_call(inputs, key, signature, deadline)
             yield (call,)
             return call.value
         parts = _split_rows(inputs, signature.max_batch_size)
         keys = key.for_parts(len(parts))
-        calls = [self._forward_call(*part, signature, deadline) for part in zip(parts, keys, strict=True)]
+        calls = [self.forward_call(*part, signature, deadline) for part in zip(parts, keys, strict=True)]
         yield calls
         return [torch.cat(rows) for rows in zip(*(call.value for call in calls), strict=True)]
 
@@ -109,13 +111,14 @@ class ExpertStub:
             # instead, and its commit is the one step.
             mini_batch = temporary = PendingCommit(self.uid)
         keys = key.for_parts(len(parts)) if len(parts) > 1 else [key]
+        name, add = ("", None) if mini_batch is None else (mini_batch.name, mini_batch.record_gradient)
         try:
             calls: list[RemoteCall] = []
             for part, part_key in zip(parts, keys, strict=True):
-                call = self._backward_call(part, len(inputs), part_key, mini_batch, signature, deadline)
-                calls.append(call)
+                arguments = part[: len(inputs)], part[len(inputs) :], part_key, signature, deadline
+                calls.append(self.backward_call(*arguments, name, add))
                 # One after another, so that the order of the terms of their sum is fixed, and with it its rounding.
-                yield [call]
+                yield calls[-1:]
             if temporary is not None:
                 yield from self.commit(temporary, deadline)
         except BaseException as error:
@@ -128,33 +131,26 @@ class ExpertStub:
             return calls[0].value
         return [torch.cat(rows) for rows in zip(*(call.value for call in calls), strict=True)]
 
-    def prepare(self) -> Steps[bool]:
-        """The first phase of a commit with other experts: the server checks the sum, and keeps it for `commit`."""
-        mini_batch = self.mini_batch
-        incarnation = mini_batch.commit_incarnation()
-        if incarnation is None:
-            return False
-        request = self.requests.prepare(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
-        try:
-            yield [RemoteCall(request, self.caller, time.monotonic() + self.options.timeout, self.progress.accept)]
-        except (errors.CommitError, errors.GradientError) as error:  # the server does not hold the sum any more
-            mini_batch.record_failure(error)
-            raise
-        return True
-
-    def commit(self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None) -> Steps[bool]:
+    def commit(
+        self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None, *, prepares: bool = False
+    ) -> Steps[bool]:
+        """A step with the sum of a mini-batch. ``prepares``: the server only checks the sum, and keeps it for that."""
         mini_batch = mini_batch or self.mini_batch
         incarnation = mini_batch.commit_incarnation()
         if incarnation is None:
             return False
-        request = self.requests.commit(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
+        token = self.caller.resolver.owner_token()
+        request = self.requests.commit(self.uid, mini_batch.name, incarnation, token, prepares=prepares)
         deadline = time.monotonic() + self.options.timeout if deadline is None else deadline
         try:
             yield [RemoteCall(request, self.caller, deadline, self.progress.accept)]
-        except errors.CommitError as error:
-            mini_batch.record_failure(error)
+        except (errors.CommitError, errors.GradientError) as error:
+            # The server does not hold the sum any more. Only after a commit can its name be used again.
+            if prepares or isinstance(error, errors.CommitError):
+                mini_batch.record_failure(error)
             raise
-        self._begin_next(mini_batch)
+        if not prepares:
+            self._begin_next(mini_batch)
         return True
 
     def discard(self, timeout: float = 0.0, mini_batch: "PendingCommit | None" = None) -> None:
@@ -172,38 +168,47 @@ class ExpertStub:
             if self.mini_batch is mini_batch:
                 self.mini_batch = PendingCommit(self.uid)
 
-    def _forward_call(
-        self, inputs: Sequence[Tensor], key: "IdempotencyKey", signature: "Signature", deadline: float
+    def forward_call(
+        self,
+        inputs: Sequence[Tensor],
+        key: "IdempotencyKey",
+        signature: "Signature",
+        deadline: float,
+        use: Use | None = None,
+        device: torch.device | None = None,
     ) -> RemoteCall:
-        def accept(answer: Received) -> list[Tensor]:
+        """One forward. Its value is what ``use`` makes of the flat outputs on ``device``: by default the outputs."""
+
+        def accept(answer: Received) -> Any:
             self.progress.accept(answer)
             key.note_kept(answer.header.keep)
-            return signature.read_outputs(answer, inputs[0].device)
+            outputs = signature.read_outputs(answer, device or inputs[0].device)
+            return outputs if use is None else use(outputs)
 
         return RemoteCall(self.requests.forward(self.uid, inputs, key), self.caller, deadline, accept)
 
-    def _backward_call(
+    def backward_call(
         self,
-        tensors: Sequence[Tensor],
-        count: int,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
         key: "IdempotencyKey",
-        mini_batch: "PendingCommit | None",
         signature: "Signature",
         deadline: float,
+        mini_batch: str = "",
+        add: Callable[[int], object] | None = None,
+        use: Use | None = None,
     ) -> RemoteCall:
-        # ``tensors``: the inputs, ``count`` of them, and the gradients of the outputs.
-        inputs, gradients = tensors[:count], tensors[count:]
+        """One backward. ``add`` is called with the server's incarnation when the server has added the gradient."""
 
-        def accept(answer: Received) -> list[Tensor]:
+        def accept(answer: Received) -> Any:
             self.progress.accept(answer)
-            if mini_batch is not None:
-                mini_batch.record_gradient(read_receipt(answer.header.data).incarnation)
-            # After `record_gradient`: the server has added the gradient, even if the answer is rejected here.
-            return signature.read_input_gradients(answer, inputs)
+            if add is not None:  # first: the server has added the gradient, even if the answer is rejected here
+                add(read_receipt(answer.header.data).incarnation)
+            input_gradients = signature.read_input_gradients(answer, inputs)
+            return input_gradients if use is None else use(input_gradients)
 
-        name = "" if mini_batch is None else mini_batch.name
         token = self.caller.resolver.owner_token()
-        call, complete_call = self.requests.backward(self.uid, inputs, gradients, key, name, token)
+        call, complete_call = self.requests.backward(self.uid, inputs, gradients, key, mini_batch, token)
         return RemoteCall(call, self.caller, deadline, accept, complete_call if call is not complete_call else None)
 
     def _remaining_seconds(self, deadline: float) -> float:
@@ -292,13 +297,10 @@ class RequestBuilder:
         complete = Call(header, [*inputs, *gradients], [*self._choose("inputs", len(inputs)), *compressions])
         return (Call(header._replace(keep=True), gradients, compressions) if key.kept else complete), complete
 
-    def prepare(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
+    def commit(self, uid: str, mini_batch: str, incarnation: int, token: int, *, prepares: bool = False) -> Call:
+        kind, key = (Kind.PREPARE, "") if prepares else (Kind.COMMIT, mini_batch)
         data = StepReceipt(None, incarnation, token).to_bytes()
-        return Call(self._header(Kind.PREPARE, uid=uid, mini_batch=mini_batch, data=data))
-
-    def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
-        data = StepReceipt(None, incarnation, token).to_bytes()
-        return Call(self._header(Kind.COMMIT, uid=uid, key=mini_batch, mini_batch=mini_batch, data=data))
+        return Call(self._header(kind, uid=uid, key=key, mini_batch=mini_batch, data=data))
 
     def discard(self, uid: str, mini_batch: str) -> Call:
         return Call(self._header(Kind.DISCARD, uid=uid, mini_batch=mini_batch))

@@ -1,81 +1,51 @@
-"""Transports: calls to servers and their answers, over gRPC or within the process; and all transports of one client.
+"""Transports: calls to a server and their answers, over a gRPC stream, from its opening to its end.
 
-    submit(call, timeout) ──> future of the answer, or of an error
+    submit ── queue ──> gRPC's sender: one frame of all queued calls ──> server
+    callers <── futures <── reader thread: answers by number <──────────────┘
 
-    GrpcTransport    one channel, one stream at a time, reopened after its end, e.g. because the server has restarted
-    LocalTransport   encode ── decode ──> handler ── encode ── decode ──> future; the same frames without a network
-    Connections      one transport per server, shared by all its experts, and the directory's snapshot
-    FixedResolver, DirectoryResolver    the server of one expert, for each attempt of a call
+    opening ── the server sends its metadata ──> open ── ends ──> gone: calls that were sent are lost, the rest unsent
 
-Every future completes: with an answer, with an error of the server, with `LostError` or `UnreachableError` if the
-connection ends, with `DeadlineError` after the timeout, or at `close`. Retries belong to `weft.experts.client.calls`,
-so that tests can replace the network by a transport of few lines. One protocol for real and fake transports is httpx's
-idea.
+Calls are sent only after the server has answered with its metadata. A call that was certainly not executed can thus be
+distinguished from one that may have been. gRPC's threads send, rather than an asyncio loop in a thread: a round trip
+takes two thirds of the time, and a server in the same process does not share the loop.
+
+A call ends with its answer, with its stream, at its deadline, or at `close`. The first of these events removes the
+entry and completes the future, and the others find no entry. So no call waits forever. Retries belong to
+`weft.experts.client.calls`, so that tests can replace the network by a transport of few lines. One protocol for real
+and fake transports is httpx's idea.
 """
 
 import os
-import socket
-import ssl
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, cast, runtime_checkable
 
 import grpc
 
-from torchweft.core.errors import UsageError, WeftError, escape, join_faults
-from torchweft.core.validation import MAX_SECONDS, Validator, uid_fault
-from torchweft.experts.address import address_fault, parse_address
-from torchweft.experts.client.stream import PendingCalls, Stream
-from torchweft.experts.discovery import Directory, LocalDirectory, Snapshot, Watch
-from torchweft.experts.errors import (
-    CertificateError,
-    DeadlineError,
-    DrainingError,
-    ForbiddenError,
-    LostError,
-    NotOwnerError,
-    UnreachableError,
-)
-from torchweft.experts.fork_guard import GrpcThreads, check_fork, finalizer
-from torchweft.experts.tls import (
-    ClientTls,
-    address_faults,
-    check_address,
-    credential_faults,
-    directory_faults,
-    pair_faults,
-    read_pem,
-)
-from torchweft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode, read_fault
-from torchweft.experts.wire.service import (
-    AUTHORIZATION,
-    BEARER,
-    OPERATE,
-    STATUS,
-    STREAM,
-    Operation,
-    client_options,
-    read_operation_replies,
-    read_status,
-)
+from torchweft.core.errors import UsageError, WeftError
+from torchweft.core.validation import MAX_SECONDS, Validator
+from torchweft.experts import errors
+from torchweft.experts.address import address_fault
+from torchweft.experts.fork_guard import ContextManager, GrpcThreads, check_fork, finalizer
+from torchweft.experts.tls import ClientTls, check_address, credential_faults, unreachable
+from torchweft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode_parts, read_fault, service
 
+OPENING = 10.0  # Longest wait, in seconds, for a server's metadata. After it, calls are retried on another stream.
+TICK = 0.05  # Longest delay, in seconds, until an exceeded deadline is noticed
+_IDLE = 20  # ticks without calls after which the clock ends
+_JOIN = 5.0
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
-# gRPC's messages for connections with missing or wrong certificates.
-# The last one: the other end accepted the connection, but waited for TLS until gRPC's timeout.
-_HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset", "before receiving settings frame")
-# The last two are for a renewed authority, which has its old name and another key. BoringSSL takes it for the signer
-# because of the name, and then reports an error of the signature algorithm instead of a failed verification.
-_REJECTED = ("certificate_verify_failed", "hostname verification", "certificate signature failure", "bad_signature")
-_NOT_LISTENING = ("connection refused", "no route to host", "timed out", "timeout")
-_DIRECTORY_HINT = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
-_LISTED = 10  # most names in a message; there can be as many as experts
-_PROBE = 1.0  # timeout of each message of the handshake in `_rejects_certificate`
-# Receives a call and a function for its answer, such as ``server.handler()``.
-Handler = Callable[[Received, Callable[[Call], None]], Any]
+Start = Callable[[Iterator[bytes]], Any]  # Starts a gRPC call that sends the items of the iterator
+# Builds the error of a failed connection from the failed action and gRPC's message.
+Explain = Callable[[str, str], errors.UnreachableError]
 
 
 @dataclass(frozen=True)
@@ -120,7 +90,266 @@ class Transport(Protocol):
     def statistics(self) -> TransportStatistics: ...
 
 
-class _BaseTransport:
+@dataclass(eq=False, slots=True)
+class PendingCall:
+    """One call in flight. ``sent``: the server may have it. ``stream``: the one that carries it."""
+
+    number: int
+    call: Call
+    timeout: float
+    deadline: float
+    future: "Future[Received]"
+    stream: object = None
+    sent: bool = False
+
+    def assign(self, stream: object) -> None:
+        self.stream = stream
+
+    def numbered_call(self) -> Call:
+        left = max(0, int((self.deadline - time.monotonic()) * 1000))
+        header, tensors, compressions = self.call
+        return Call(header._replace(call_id=self.number, deadline_ms=left), tensors, compressions)
+
+    def begin_send(self) -> bool:
+        # Set before the bytes leave: if the connection fails in between, "may have been executed" is the safe answer.
+        self.sent = not self.future.cancelled()
+        return self.sent
+
+
+class PendingCalls:
+    """All calls in flight on one transport. Thread-safe."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.closed = False
+        self._stop = threading.Event()  # of the clock
+        self._numbers = count(1)
+        self._entries: dict[int, PendingCall] = {}
+        # Guards entries and counters only. Futures are completed outside of it, because they call user callbacks, which
+        # can make another call on this transport.
+        self._lock = threading.Lock()
+        self._calls = self._answered = 0
+        self._failed: Counter[str] = Counter()
+        self._clock: threading.Thread | None = None
+
+    def register(self, call: Call, timeout: float) -> PendingCall:
+        """Add an entry. Raises ``UsageError`` after `close`, and for a timeout that no thread can wait for."""
+        if not 0 < timeout <= MAX_SECONDS:  # at every call, so without a Validator
+            raise UsageError(f"a call's timeout is {timeout!r}, wanted seconds, above 0 and at most {MAX_SECONDS:g}")
+        entry = PendingCall(next(self._numbers), call, timeout, time.monotonic() + timeout, Future())
+        with self._lock:
+            if self.closed:
+                raise UsageError(f"the transport to {self.address} was closed; make a new one")
+            self._entries[entry.number] = entry
+            self._calls += 1
+            if self._clock is None:
+                name = f"torchweft-clock-{self.address}"
+                self._clock = threading.Thread(target=self._run_clock, name=name, daemon=True)
+                self._clock.start()
+        return entry
+
+    def set_outcome(self, number: int, outcome: Received | Exception) -> None:
+        # The call can have ended before, e.g. at its deadline. The thread that removes the entry completes the future.
+        with self._lock:
+            entry = self._entries.pop(number, None)
+            if entry is None:
+                return
+            if not isinstance(outcome, Exception):
+                self._answered += 1
+        self._complete(entry, outcome)
+
+    def fail_stream(self, stream: object, error: Callable[[bool], Exception]) -> None:
+        """End every call of a stream. ``error`` builds the error from whether the call may have been sent."""
+        for entry in self._remove_where(lambda entry: entry.stream is stream):
+            self._complete(entry, error(entry.sent))
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+            self._stop.set()
+            clock = self._clock
+        for entry in self._remove_where(lambda entry: True):
+            kind = errors.LostError if entry.sent else errors.UnreachableError
+            text = f"the transport to {self.address} was closed while {describe_call(entry.call)} waited"
+            self._complete(entry, kind(text))
+        if clock is not None and clock is not threading.current_thread():
+            clock.join(_JOIN)
+
+    def counts(self) -> tuple[int, int, int, dict[str, int]]:
+        with self._lock:
+            return self._calls, self._answered, len(self._entries), dict(self._failed)
+
+    def _remove_where(self, condition: Callable[[PendingCall], bool]) -> list[PendingCall]:
+        with self._lock:
+            entries = [entry for entry in self._entries.values() if condition(entry)]
+            for entry in entries:
+                del self._entries[entry.number]
+            return entries
+
+    def _complete(self, entry: PendingCall, outcome: Received | Exception) -> None:
+        if not entry.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Exception):
+            with self._lock:
+                self._failed[type(outcome).__name__] += 1
+            entry.future.set_exception(outcome)
+        else:
+            entry.future.set_result(outcome)
+
+    def _run_clock(self) -> None:
+        idle_ticks = 0
+        while not self._stop.wait(TICK):
+            now = time.monotonic()
+            for entry in self._remove_where(lambda entry, now=now: entry.deadline <= now or entry.future.cancelled()):
+                state = "whether it was executed is unknown" if entry.sent else "it was not sent"
+                text = f"no answer from {self.address} within {entry.timeout:g} s; {state}"
+                self._complete(entry, errors.DeadlineError(f"{describe_call(entry.call)} had {text}"))
+            # Ending and `register` exclude each other by the lock, so that a new call always finds or starts a clock.
+            with self._lock:
+                idle_ticks = 0 if self._entries else idle_ticks + 1
+                if idle_ticks > _IDLE:
+                    self._clock = None
+                    return
+
+
+class Stream:
+    """One gRPC stream for calls of ``pending``. If ``is_draining``, the server accepts no new work."""
+
+    def __init__(self, start: Start, pending: PendingCalls, limits: Limits, explain: Explain) -> None:
+        self.is_draining = self.is_gone = False
+        self._pending, self._limits, self._explain = pending, limits, explain
+        self._unreached: errors.UnreachableError | None = None
+        self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
+        self._lock = threading.Lock()  # between `enqueue` and the end of the stream
+        self._opening_ended = threading.Event()
+        self._is_open = self._is_late = False
+        self._fault: WeftError | None = None
+        self._call = start(self._generate_messages())
+        name = f"torchweft-stream-{pending.address}"
+        self._reader = threading.Thread(target=self._read_answers, name=name, daemon=True)
+        self._reader.start()
+
+    def enqueue(self, entry: PendingCall) -> bool:
+        # Under the lock, so that `_finish` either sees this stream in the entry and fails it, or is seen here. Without
+        # it, a call that is queued while the stream ends would wait until its deadline.
+        with self._lock:
+            if self.is_gone:
+                return False
+            entry.assign(self)
+            self._queue.put(entry)
+            return True
+
+    def close(self) -> None:
+        self._call.cancel()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(_JOIN)
+
+    # The sender, in a thread of gRPC.
+
+    def _generate_messages(self) -> Iterator[bytes]:
+        if not self._opening_ended.wait(OPENING):
+            self._is_late = True
+            self._call.cancel()
+            return
+        surplus: PendingCall | None = None
+        while True:
+            first = self._queue.get() if surplus is None else surplus
+            if first is None or self.is_gone:
+                return
+            batch, surplus = self._collect_batch(first)
+            batch = [entry for entry in batch if entry.begin_send()]
+            if batch:
+                yield from self._encode_batch(batch)
+
+    def _collect_batch(self, first: PendingCall) -> tuple[list[PendingCall], PendingCall | None]:
+        """The calls that share a frame with ``first``, and the first call of the next frame if it is known."""
+        batch, total = [first], _count_bytes(first.call)
+        while len(batch) < self._limits.calls:
+            try:
+                entry = self._queue.get_nowait()
+            except Empty:
+                break
+            if entry is None:
+                self._queue.put(None)  # the end mark, for `_generate_messages` after this batch
+                break
+            total += _count_bytes(entry.call)
+            if total > service.COALESCED:
+                return batch, entry
+            batch.append(entry)
+        return batch, None
+
+    def _encode_batch(self, batch: list[PendingCall]) -> Iterator[bytes]:
+        """The messages of one frame, or of one frame per call if they cannot be encoded together."""
+        try:
+            yield from encode_parts([entry.numbered_call() for entry in batch], self._limits)
+        except Exception as error:  # from the encoder, before the first message, so that nothing is sent twice
+            if len(batch) == 1:
+                self._pending.set_outcome(batch[0].number, error)
+                return
+            for entry in batch:
+                yield from self._encode_batch([entry])
+
+    # The reader, in its own thread.
+
+    def _read_answers(self) -> None:
+        error: Any = None
+        try:
+            metadata = {str(key): value for key, value in self._call.initial_metadata() or ()}
+            if service.FRAME_BYTES in metadata:
+                most = min(self._limits.frame_bytes, int(metadata[service.FRAME_BYTES]))
+                self._limits = replace(self._limits, frame_bytes=most)  # before the event: the sender reads it then
+                self._is_open = True
+                self._opening_ended.set()
+            for message in self._call:
+                self._handle_message(message)
+        except (_grpc.RpcError, errors.WireError, ValueError) as caught:
+            error = caught
+        finally:
+            self._finish(error)
+
+    def _handle_message(self, message: bytes) -> None:
+        for answer in decode(message, self._limits):
+            header = answer.header
+            if header.kind is Kind.GOAWAY:
+                self.is_draining = True
+            elif header.kind is not Kind.ERROR:
+                self._pending.set_outcome(header.call_id, answer)
+            elif header.call_id:
+                self._pending.set_outcome(header.call_id, read_fault(header.data))
+            else:
+                self._fault = read_fault(header.data)
+
+    def _finish(self, error: Any) -> None:
+        # In this order: first no new calls, then the sender ends, and only then the calls fail. The other way round, a
+        # caller could retry on this stream again.
+        with self._lock:
+            self.is_gone = True
+        self._call.cancel()
+        self._opening_ended.set()
+        self._queue.put(None)
+        self._pending.fail_stream(self, lambda sent: self._explain_end(error, sent))
+
+    def _explain_end(self, error: Any, sent: bool) -> Exception:
+        address = self._pending.address
+        code = error.code() if isinstance(error, _grpc.RpcError) else None
+        text = str(error.details() if code is not None else error or "the server closed the stream")
+        if code in _REFUSED:
+            return errors.ForbiddenError(f"{address} rejects this client: {text}")
+        if not self._is_open and code is _grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return errors.OverloadError(f"{address} accepts no more clients: {text}")
+        if not self._is_open:
+            if self._is_late:
+                text = f"it did not answer the opening of a stream within {OPENING:g} s"
+            if self._unreached is None:  # once for all calls, because it can involve a probe of the server
+                self._unreached = self._explain("cannot be reached", text)
+            return type(self._unreached)(str(self._unreached))  # a new error each: callers add notes to theirs
+        if not sent:
+            return errors.UnreachableError(f"{address} cannot be reached: {text}")
+        why = text if self._fault is None else f"the server could not read a message: {self._fault}"
+        return errors.LostError(f"the connection to {address} ended before the answer came: {why}")
+
+
+class BaseTransport(ContextManager):
     def __init__(self, address: str) -> None:
         self._pending = PendingCalls(address)
         self._finalizer: Callable[[], object] = self._pending.close
@@ -136,11 +365,8 @@ class _BaseTransport:
     def statistics(self) -> TransportStatistics:
         return TransportStatistics(self.address, *self._pending.counts(), self._opened)
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
-
-class GrpcTransport(_BaseTransport):
+class GrpcTransport(BaseTransport):
     """A `Transport` to the server at ``address``. A context manager. The first call connects.
 
     Args:
@@ -174,7 +400,7 @@ class GrpcTransport(_BaseTransport):
         check_address(address, tls, token)
         super().__init__(address)
         self._limits = limits
-        self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
+        self._metadata = service.token_metadata(token)
         self._channel = open_channel(address, tls, limits)
         self._trace = trace
         self._process = os.getpid()
@@ -198,11 +424,11 @@ class GrpcTransport(_BaseTransport):
             try:
                 stream = self._current_stream()
             except ValueError as error:  # gRPC's, of a channel that `close` has just closed
-                self._pending.set_outcome(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
+                self._pending.set_outcome(entry.number, errors.UnreachableError(f"{self._name} was closed: {error}"))
                 break
             # A server that shuts down still applies commits that it has prepared, since other experts can have stepped.
             if stream.is_draining and call.header.kind not in (Kind.INFO, Kind.COMMIT):
-                error = DrainingError(f"{self.address} is shutting down and accepts no new work")
+                error = errors.DrainingError(f"{self.address} is shutting down and accepts no new work")
                 self._pending.set_outcome(entry.number, error)
                 break
             if stream.enqueue(entry):
@@ -211,12 +437,13 @@ class GrpcTransport(_BaseTransport):
 
     def status(self, timeout: float = 10.0) -> str:
         """The server's status, as JSON. Raises ``ForbiddenError``, ``UnreachableError`` or ``DeadlineError``."""
-        return read_status(b"".join(self._ask(STATUS, b"", timeout, "did not report its status")))
+        return service.read_status(b"".join(self._ask(service.STATUS, b"", timeout, "did not report its status")))
 
-    def operate(self, operation: Operation, timeout: float) -> tuple[dict[str, Any], bytes]:
+    def operate(self, operation: service.Operation, timeout: float) -> tuple[dict[str, Any], bytes]:
         """Carry out an operation of an administrator. Returns its results, and the file of an export."""
-        answers = self._ask(OPERATE, operation.to_bytes(), timeout, f"did not answer the operation {operation.name!r}")
-        return read_operation_replies(answers)
+        failed = f"did not answer the operation {operation.name!r}"
+        answers = self._ask(service.OPERATE, operation.to_bytes(), timeout, failed)
+        return service.read_operation_replies(answers)
 
     def _ask(self, method: str, message: bytes, timeout: float, failed: str) -> Iterator[bytes]:
         try:
@@ -224,231 +451,31 @@ class GrpcTransport(_BaseTransport):
         except _grpc.RpcError as error:
             code, text = error.code(), str(error.details())
             if code in _REFUSED:
-                raise ForbiddenError(f"{self.address} rejects this client: {text}") from None
+                raise errors.ForbiddenError(f"{self.address} rejects this client: {text}") from None
             if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError(f"{self.address} {failed} within {timeout:g} s") from None
+                raise errors.DeadlineError(f"{self.address} {failed} within {timeout:g} s") from None
             if code is _grpc.StatusCode.UNIMPLEMENTED:
-                raise UnreachableError(f"{self.address} {failed}: its version of torchweft does not know it") from None
+                text = f"{self.address} {failed}: its version of torchweft does not know it"
+                raise errors.UnreachableError(text) from None
             raise self._explain(failed, text) from None
-
-    def __enter__(self) -> "GrpcTransport":
-        return self
 
     def _current_stream(self) -> Stream:
         # Opening does not wait for the server, so the lock is held only briefly.
         with self._lock:
             if not self._streams or self._streams[0].is_gone:
-                stream = self._channel.stream_stream(STREAM)
+                stream = self._channel.stream_stream(service.STREAM)
                 start = partial(self._threads.stream, stream, metadata=self._metadata)
                 self._streams[:] = [Stream(start, self._pending, self._limits, self._explain)]
                 self._opened += 1
             return self._streams[0]
 
 
-class LocalTransport(_BaseTransport):
-    """A `Transport` to a handler of this process, for tests. A context manager.
-
-    Example:
-        >>> with weft.experts.client.LocalTransport(lambda received, answer: None) as transport:
-        ...     transport.address
-        'here'
-    """
-
-    def __init__(self, handler: Handler, *, name: str = "here", limits: Limits = LIMITS) -> None:
-        super().__init__(name)
-        self._handler, self._limits = handler, limits
-        self._finalizer = finalizer(self, self._pending.close)
-
-    def submit(self, call: Call, timeout: float) -> "Future[Received]":
-        entry = self._pending.register(call, timeout)
-        try:
-            # Only bytes are exchanged, so that neither end can write into the other's tensors.
-            header = call.header._replace(call_id=entry.number, deadline_ms=int(timeout * 1000))
-            (received,) = decode(encode([call._replace(header=header)], self._limits), self._limits)
-        except WeftError as error:
-            self._pending.set_outcome(entry.number, error)
-            return entry.future
-        entry.begin_send()
-        self._handler(received, partial(_deliver_answer, self._pending, self._limits, entry.number))
-        return entry.future
-
-    def __enter__(self) -> "LocalTransport":
-        return self
-
-
-class Connections:
-    """Transports by address, and the directory's snapshot. Thread-safe. A context manager.
-
-    Args:
-        directory: where experts are looked up. It is not closed, and its last snapshot is used while it does not
-            answer. Or fixed addresses of all experts by uid: ``{"ffn.0": "10.0.0.1:31330", ...}``.
-        tls, token, limits: see `GrpcTransport`.
-        open_transport: makes the transport to an address, instead of `GrpcTransport`.
-
-    Does not connect to an address of the directory that is not one of ``tls.servers``, or to which a token would be
-    sent in plain text. Raises ``DirectoryUnavailableError`` if the directory does not answer at first, and
-    ``UsageError`` that lists all invalid arguments.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
-        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
-        ...     with weft.Connections({"ffn.0": server.address}) as connections:
-        ...         weft.RemoteExpert("ffn.0", connections)(torch.randn(4, 8)).shape
-        torch.Size([4, 8])
-    """
-
-    def __init__(
-        self,
-        directory: Directory | Mapping[str, str] | None = None,
-        *,
-        tls: ClientTls | None = None,
-        token: str | None = None,
-        limits: Limits = LIMITS,
-        open_transport: Callable[[str], Transport] | None = None,
-    ) -> None:
-        with Validator("invalid connections") as check:
-            check.add(*credential_faults(tls, token))
-            is_unused = open_transport is not None and (tls is not None or token is not None)
-            check.require(not is_unused, "tls= and token= are for GrpcTransport, and open_transport= is in use")
-            if isinstance(directory, Mapping):
-                check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
-            elif check.instance("directory", directory, Directory, _DIRECTORY_HINT, optional=True) and not check.faults:
-                check.add(*([] if isinstance(directory, LocalDirectory | None) else directory_faults(tls)))
-        self._credentials = None if open_transport is not None else (tls, token)
-        self._open_transport = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
-        # Whether all addresses are known from the start, so that an unlisted expert will never be listed.
-        self.fixed = isinstance(directory, Mapping)
-        if isinstance(directory, Mapping):
-            # A directory with leases that practically never end, so that lookups need no second code path.
-            addresses, directory = directory, LocalDirectory()
-            for uid, address in addresses.items():
-                directory.declare(uid, address, ttl=MAX_SECONDS)
-        self._watch = None if directory is None else directory.watch()
-        self._lock = threading.Lock()
-        self._transports: dict[str, Transport] = {}
-        self._finalizer = finalizer(self, _close_connections, self._lock, self._transports, self._watch)
-
-    def transport_to(self, address: str) -> Transport:
-        with self._lock:
-            if not self._finalizer.alive:
-                raise UsageError("these connections were closed; make new ones")
-            if address not in self._transports:
-                self._transports[address] = self._open_transport(address)
-            return self._transports[address]
-
-    def refusal(self, address: str) -> str | None:
-        """The reason not to connect to an address that a directory or a server names, or None."""
-        faults = [] if self._credentials is None else address_faults(address, *self._credentials)
-        return faults[0] if faults else None
-
-    def snapshot(self) -> Snapshot:
-        """The newest known snapshot of the directory. Raises ``UsageError`` without a directory."""
-        if self._watch is None:
-            raise UsageError("these connections have no directory to look up experts; use Connections(directory)")
-        return self._watch.snapshot()
-
-    def statistics(self) -> dict[str, TransportStatistics]:
-        with self._lock:
-            transports = dict(self._transports)
-        return {address: transport.statistics() for address, transport in transports.items()}
-
-    def close(self) -> None:
-        self._finalizer()
-
-    def __enter__(self) -> "Connections":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class FixedResolver:
-    """The way to one expert: always the same transport."""
-
-    takeover_expected = False  # Whether a follower of the expert will certainly take it over soon
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def select_transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """The transport for an attempt (counted from 0), after the previous one ended with ``last``."""
-        return self._transport
-
-    def owner_token(self) -> int:
-        """The fencing token of the expert's owner. 0: unknown."""
-        return 0
-
-    def new_owner(self, address: str, token: int) -> str | None:
-        """The owner's address if the owner has changed since ``token`` and is not at ``address``."""
-        return None
-
-
-class DirectoryResolver(FixedResolver):
-    """The way to one expert: the server that the directory names."""
-
-    takeover_expected = True
-
-    def __init__(self, uid: str, connections: Connections) -> None:
-        self.connections, self._uid = connections, uid
-
-    def select_transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """The owner that ``last`` names; otherwise the owner first, then the other servers in turn."""
-        transport_to, refusal = self.connections.transport_to, self.connections.refusal
-        named = last.details.get("address") if isinstance(last, NotOwnerError | LostError) else None
-        # A server can name any address, so the name must pass the same check as an address of the directory.
-        if named and refusal(named) is None:
-            return transport_to(named)
-        snapshot = self.connections.snapshot()
-        # A follower would only reject the call, so the owner comes first.
-        owner, addresses = snapshot.owner(self._uid), list(snapshot.addresses(self._uid))
-        if owner is not None:
-            addresses.sort(key=lambda address: address != owner.address)
-        if not addresses and self.connections.fixed:
-            known = ", ".join(sorted(snapshot.experts)[:_LISTED]) or "no expert"
-            raise UsageError(f"these connections have no address of expert {self._uid!r}, but addresses of {known}")
-        if not addresses:
-            raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
-        refusals = {address: refusal(address) for address in addresses}
-        trusted = [address for address in addresses if refusals[address] is None]
-        if not trusted:
-            head = f"refusing to connect to any server of expert {self._uid!r} that the directory knows:"
-            raise UnreachableError(join_faults(head, [escape(refusal) for refusal in refusals.values()]))
-        return transport_to(trusted[attempt % len(trusted)])
-
-    def owner_token(self) -> int:
-        owner = self.connections.snapshot().owner(self._uid)
-        return 0 if owner is None else owner.token
-
-    def new_owner(self, address: str, token: int) -> str | None:
-        owner = self.connections.snapshot().owner(self._uid)
-        if owner is None or owner.token == token or owner.address == address:
-            return None
-        return owner.address if self.connections.refusal(owner.address) is None else None
-
-
-def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
-    return [
-        fault
-        for uid, address in addresses.items()
-        for fault in (*uid_fault(uid), *address_fault(f"the address of {uid!r}", address))
-    ]
-
-
 def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
     check_fork(f"the transport to {address}")
-    options = client_options(limits)
+    options = service.client_options(limits)
     if tls is None:
         return _grpc.insecure_channel(address, options)
     return _grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
-
-
-def _deliver_answer(pending: PendingCalls, limits: Limits, number: int, answer: Call) -> None:
-    try:
-        (received,) = decode(encode([answer], limits), limits)
-        outcome = read_fault(received.header.data) if received.header.kind is Kind.ERROR else received
-    except WeftError as error:
-        outcome = error
-    pending.set_outcome(number, outcome)
 
 
 def _close_transport(pending: PendingCalls, streams: list[Stream], channel: Any, threads: GrpcThreads) -> None:
@@ -459,70 +486,9 @@ def _close_transport(pending: PendingCalls, streams: list[Stream], channel: Any,
     threads.wait()
 
 
-def _close_connections(lock: threading.Lock, transports: dict[str, Transport], watch: Watch | None) -> None:
-    # The lock waits for a running `Connections.transport_to`, after which no other transport is opened.
-    with lock:
-        opened = list(transports.values())
-    for transport in opened:
-        transport.close()
-    if watch is not None:
-        watch.close()
+def describe_call(call: Call) -> str:
+    return f"the {call.header.kind.name.lower()} of expert {call.header.uid!r}"
 
 
-def unreachable(
-    address: str, tls: ClientTls | None, action: str, text: str, end: str = "this client", option: str = "tls="
-) -> UnreachableError:
-    """The error of a failed connection: a `CertificateError` if the certificates are certainly the cause."""
-    lower, rejected = text.lower(), False
-    if tls is not None:
-        ended = any(words in lower for words in _HANDSHAKE_ENDED)
-        # The probe is a second connection, so it is made only where gRPC's message leaves the cause open.
-        rejected = any(words in lower for words in _REJECTED) or (ended and _rejects_certificate(address, tls))
-    kind = CertificateError if rejected else UnreachableError
-    return kind(f"{address} {action}: {explain_failure(text, tls, end, option)}")
-
-
-def explain_failure(text: str, tls: ClientTls | None, end: str = "this client", option: str = "tls=") -> str:
-    """gRPC's message for a failed connection with advice. ``tls`` is the ``option`` of ``end``."""
-    lower = text.lower()
-    if "failed parsing http/2" in lower:
-        return f"{text}; is that a torchweft server? Another program, such as an HTTP server, answers at this port"
-    if "hostname verification" in lower:
-        return f"{text} Call it by a name (subjectAltName) of its certificate, or pass that as server_name= ({option})"
-    if not any(words in lower for words in _HANDSHAKE_ENDED):
-        listens = not any(words in lower for words in _NOT_LISTENING)
-        return text if listens else f"{text}; is `torchweft serve` running there?"
-    if tls is None:
-        return f"{text}; it was called without TLS: if it requires TLS, give {end} certificates ({option})"
-    cause = "no certificate was sent, which it may require" if tls.certificate is None else "a certificate was sent"
-    if any(words in lower for words in _REJECTED):
-        cause = "the server's certificate is not signed by authority="
-    return (
-        f"{text}; {cause}; check the certificates of both ends ({option}): each must be signed by the other's "
-        "authority=, with its present key if that was renewed, and neither may have expired"
-    )
-
-
-def _rejects_certificate(address: str, tls: ClientTls) -> bool:
-    """Whether the server ends a complete handshake because of the client's certificate, or for lack of one."""
-    # In TLS 1.3 a server can reject a client after the handshake without a message, and gRPC reports a closed
-    # connection. A server that accepts the client sends first, because HTTP/2 demands it.
-    host, port = parse_address(address)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # gRPC has verified the server before, and nothing is sent to it here
-    context.set_alpn_protocols(["h2"])
-    if tls.key is not None and tls.certificate is not None:
-        context.set_ciphers("DEFAULT:@SECLEVEL=0")
-        if pair_faults(context, read_pem(tls.key), read_pem(tls.certificate)):
-            return False
-    try:
-        with (
-            socket.create_connection((host, port), _PROBE) as plain,
-            context.wrap_socket(plain, server_hostname=tls.server_name or host) as secured,
-        ):
-            return not secured.recv(1)
-    except ssl.SSLError as error:
-        return "ALERT" in (error.reason or "") and "CERT" in (error.reason or "")
-    except OSError:
-        return False
+def _count_bytes(call: Call) -> int:
+    return sum(tensor.nbytes for tensor in call.tensors)

@@ -54,7 +54,7 @@ from torchweft.experts.discovery.directory import (
 )
 from torchweft.experts.discovery.fencing import new_epoch, number_of, token_of
 from torchweft.experts.errors import DirectoryUnavailableError
-from torchweft.experts.fork_guard import ForkGuard, GrpcThreads, check_fork
+from torchweft.experts.fork_guard import ContextManager, ForkGuard, GrpcThreads, check_fork
 from torchweft.experts.protobuf import load_messages
 from torchweft.experts.tls import Certificates
 
@@ -204,7 +204,7 @@ def open_directory(address: str, *, tls: EtcdTls | None = None, timeout: float =
     return EtcdDirectory(endpoints, namespace=namespace or "torchweft", tls=tls, timeout=timeout)
 
 
-class EtcdDirectory(Directory):
+class EtcdDirectory(ContextManager, Directory):
     """The protocol `Directory`, in etcd. A context manager. The first call connects.
 
     Args:
@@ -306,12 +306,6 @@ class EtcdDirectory(Directory):
             watch.close()
         self._watches = []
         self._client.grpc_threads.wait()
-
-    def __enter__(self) -> "EtcdDirectory":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _current_epoch(self) -> int:
         # Drawn now if there is none. The comparison lets only one of several first servers draw it.

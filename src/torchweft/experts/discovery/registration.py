@@ -11,29 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
 
 from torchweft.core.errors import join_faults
 from torchweft.experts.discovery import Directory, Lease, Snapshot, Watch
 from torchweft.experts.errors import AlreadyDeclaredError, DirectoryError, DirectoryUnavailableError, LeaseLostError
+from torchweft.experts.statistics import DirectoryStatistics, LeaseStatistics
 
 _MARGIN = 0.1  # part of a lease: its owner stops stepping so long before the lease ends
 # Longest wait, in seconds, of a closing server for the directory, which usually answers within milliseconds.
 PATIENCE = 0.5
-
-
-@dataclass(frozen=True)
-class LeaseStatistics:
-    """Duration of a lease in ``seconds``, and those ``left`` for steps by this server's clock.
-
-    ``late``: delay of the last renewal after it was due, at a third of the lease. ``latest``: the longest of all.
-    """
-
-    seconds: float
-    left: float
-    late: float
-    latest: float
 
 
 class LeaseHeartbeat:
@@ -75,13 +61,12 @@ class LeaseHeartbeat:
             return None
         return LeaseStatistics(lease.ttl, self._until - time.monotonic(), self._late, self._latest)
 
-    def directory_statistics(self) -> dict[str, Any]:
-        """Living ``servers`` by address, with the numbers of experts that each lists and owns. ``here``: this one."""
+    def directory_statistics(self) -> DirectoryStatistics:
         snapshot, away = (self.watch.snapshot(), self.watch.away_seconds) if self.watch else (Snapshot(), 0.0)
         experts = Counter(address for addresses in snapshot.experts.values() for address in addresses)
         owns = Counter(owner.address for owner in snapshot.owners.values())
         servers = {address: {"experts": count, "owns": owns[address]} for address, count in experts.items()}
-        return {"here": self.address, "away_seconds": away, "servers": servers}
+        return DirectoryStatistics(self.address, away, servers)
 
     def look(self) -> None:
         if self.watch is None and not self._ended:

@@ -26,14 +26,22 @@ from torchweft.core.rng import lock_released
 from torchweft.core.validation import Validator, is_whole
 from torchweft.experts import errors
 from torchweft.experts.client.calls import CallLoop, RemoteCall, RetryingCaller
-from torchweft.experts.client.remote_function import RecomputeCache
+from torchweft.experts.client.connections import Connections, DirectoryResolver
+from torchweft.experts.client.layer import RecomputeCache
 from torchweft.experts.client.retry import Retry
-from torchweft.experts.client.stub import ExpertProgress, IdempotencyKey, PendingCommit, RequestBuilder, Signature
-from torchweft.experts.client.transport import Connections, DirectoryResolver
+from torchweft.experts.client.stub import (
+    CallOptions,
+    ExpertProgress,
+    ExpertStub,
+    IdempotencyKey,
+    PendingCommit,
+    RequestBuilder,
+    Signature,
+)
 from torchweft.experts.discovery import Snapshot
 from torchweft.experts.mixture.routing import Grid, LiveExperts, RowSpan
 from torchweft.experts.wire import Received
-from torchweft.experts.wire.service import Description, StepReceipt, read_description, read_receipt
+from torchweft.experts.wire.service import Description, read_description
 
 _DESCRIBED = 8  # experts whose description is requested at once, at different addresses if possible
 _DISCARD_TIMEOUT = 30.0  # seconds after which a discard without an answer is abandoned
@@ -131,32 +139,27 @@ class ExpertPool:
     ) -> None:
         self.grid, self.connections, self.options = grid, connections, options
         self.retry, self.requests = retry, requests
-        self.progress: dict[str, ExpertProgress] = {}
-        self._callers: dict[str, RetryingCaller] = {}
+        self.stubs: dict[str, ExpertStub] = {}
         self.counters, self.cache = MixtureCounters(), RecomputeCache[CachedCall]()
         self._known: tuple[Snapshot, LiveExperts] | None = None
         self._signature: MixtureSignature | None = None
 
-    def caller(self, uid: str) -> RetryingCaller:
-        # Two threads that get here together make two equal callers.
-        if uid not in self._callers:
-            self._callers[uid] = RetryingCaller(DirectoryResolver(uid, self.connections), self.retry)
-        return self._callers[uid]
+    def stub(self, uid: str) -> ExpertStub:
+        if uid not in self.stubs:  # `setdefault`, so that threads which get here together use the same object
+            caller = RetryingCaller(DirectoryResolver(uid, self.connections), self.retry)
+            options = CallOptions(self.options.backward_timeout)
+            self.stubs.setdefault(uid, ExpertStub(uid, caller, options, self.requests))
+        return self.stubs[uid]
 
-    def owner_token(self, uid: str) -> int:
-        return self.caller(uid).resolver.owner_token()
-
-    def accept(self, uid: str, answer: Received) -> StepReceipt:
-        progress = self.progress.get(uid)
-        if progress is None:  # `setdefault`, so that threads which get here together use the same object
-            progress = self.progress.setdefault(uid, ExpertProgress(uid, self.caller(uid).resolver))
-        progress.accept(answer)
-        return read_receipt(answer.header.data)
+    def progress(self) -> dict[str, ExpertProgress]:
+        """That of the experts that have answered."""
+        progress = {uid: stub.progress for uid, stub in self.stubs.copy().items()}
+        return {uid: one for uid, one in progress.items() if one.receipt is not None}
 
     def discard(self, mini_batches: Mapping[str, PendingCommit]) -> None:
         # Without waiting for answers: a server also drops mini-batches by itself, after a while.
         for uid, mini_batch in mini_batches.items():
-            self.caller(uid).send(self.requests.discard(uid, mini_batch.name), _DISCARD_TIMEOUT)
+            self.stub(uid).caller.send(self.requests.discard(uid, mini_batch.name), _DISCARD_TIMEOUT)
 
     def live_experts(self) -> LiveExperts:
         # Snapshot and experts are cached as one tuple, so that threads without a lock never see parts of two.
@@ -199,7 +202,8 @@ class ExpertPool:
 
         sample = torch.zeros(1, dtype=torch.int64, device="cpu")
         calls = [
-            FanOutCall(RemoteCall(self.requests.info(uid), self.caller(uid), deadline, accept), sample) for uid in uids
+            FanOutCall(RemoteCall(self.requests.info(uid), self.stub(uid).caller, deadline, accept), sample)
+            for uid in uids
         ]
         FanOut(calls, torch.ones_like(sample), deadline=deadline, after=0.0).run()
         if not descriptions:
@@ -351,11 +355,10 @@ class MixtureCounters:
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
 
-    def add_fan_out(self, direction: Direction, calls: Sequence[FanOutCall]) -> None:
-        rows = 0 if direction == "commit" else sum(len(call.samples) for call in calls)
+    def add_fan_out(self, direction: Direction, calls: int, faults: Iterable[BaseException], rows: int = 0) -> None:
         with self._lock:
-            self._counts.update({f"{direction}s": 1, f"{direction}_calls": len(calls), "rows": rows})
-            self._failed.update(errors.reason_of(call.fault) for call in calls if call.fault is not None)
+            self._counts.update({f"{direction}s": 1, f"{direction}_calls": calls, "rows": rows})
+            self._failed.update(map(errors.reason_of, faults))
 
     def add(self, name: Literal["dropped", "zeroed", "left_out"], number: int) -> None:
         with self._lock:

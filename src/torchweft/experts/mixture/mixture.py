@@ -23,10 +23,11 @@ from torchweft.core.autograd import apply_as_node, graph_break
 from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import SpecError, UsageError
 from torchweft.core.validation import Validator, is_number
-from torchweft.experts.client.remote_function import RemoteLayer, reject_tangents
+from torchweft.experts.client.connections import Connections
+from torchweft.experts.client.layer import RemoteLayer
+from torchweft.experts.client.remote import choose_anchor, reject_tangents
 from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.stub import IdempotencyKey, RequestBuilder
-from torchweft.experts.client.transport import Connections
 from torchweft.experts.compression import Policy
 from torchweft.experts.mixture import routing
 from torchweft.experts.mixture.fanout import CachedCall, ExpertPool, MixtureCall, MixtureOptions, MixtureStatistics
@@ -184,19 +185,18 @@ class RemoteMixtureOfExperts(RemoteLayer):
     @property
     def steps(self) -> dict[str, int]:
         """Optimizer steps of the experts that have answered, according to their last answers, by uid."""
-        steps_by_uid = {uid: progress.steps for uid, progress in self._client.progress.copy().items()}
+        steps_by_uid = {uid: progress.steps for uid, progress in self._client.progress().items()}
         return {uid: steps for uid, steps in steps_by_uid.items() if steps is not None}
 
     @property
     def durable_steps(self) -> dict[str, int | None]:
         """The last step of each expert that survives a crash of its server. None: unknown, or none."""
-        return {uid: progress.durable_step for uid, progress in self._client.progress.copy().items()}
+        return {uid: progress.durable_step for uid, progress in self._client.progress().items()}
 
     @property
     def steps_lost(self) -> dict[str, int]:
         """Steps that were lost by restarts of servers. Each loss is reported by a `StepsLostWarning`."""
-        lost_by_uid = {uid: progress.steps_lost for uid, progress in self._client.progress.copy().items()}
-        return {uid: lost for uid, lost in lost_by_uid.items() if lost}
+        return {uid: lost.steps_lost for uid, lost in self._client.progress().items() if lost.steps_lost}
 
     def statistics(self) -> MixtureStatistics:
         return self._client.counters.statistics(len(self._client.live_experts()))
@@ -240,7 +240,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         if capacity is not None and call.cached is None:
             client.counters.add("dropped", chosen.numel() - len(dispatch.rows))
         reject_tangents(experts, flat)
-        anchor = self.anchor_for(f"{experts} are", call.signature.trained, flat)
+        anchor = choose_anchor(self.anchor, f"{experts} are", call.signature.trained, flat)
         leaves = [anchor, *flat]
         # In a checkpoint, backward goes through the recomputed forward, so a graph kept for this one would be wasted.
         needs_graph = torch.is_grad_enabled() and not is_checkpointing() and any(x.requires_grad for x in leaves)

@@ -19,15 +19,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, join_faults
 from torchweft.experts import errors
-from torchweft.experts.client.calls import RemoteCall
-from torchweft.experts.client.remote_function import ONLY_ONCE
+from torchweft.experts.client.calls import run_all
+from torchweft.experts.client.remote import ONLY_ONCE
 from torchweft.experts.client.stub import IdempotencyKey, PendingCommit
 from torchweft.experts.mixture.fanout import (
     Direction,
@@ -39,10 +39,8 @@ from torchweft.experts.mixture.fanout import (
     too_few_answers,
 )
 from torchweft.experts.mixture.routing import CombineBuffer, Dispatch, RowSpan, finite_rows
-from torchweft.experts.wire import Received
 
 _CPU = torch.device("cpu")
-Phase = Literal["prepare", "commit"]  # of a commit
 # Errors after which the server does not hold the sum any more.
 _GONE = (errors.CommitError, errors.GradientError, errors.StepError)
 
@@ -86,7 +84,7 @@ class MixtureCommit:
     def prepare(self, client: ExpertPool) -> None:
         """Raise ``MixtureCommitError`` if too few experts can step. The others keep their sums for `commit`."""
         pending, complete, incomplete = self._open_sums(client)
-        faults = {**incomplete, **self._send(client, pending, complete, "prepare")}
+        faults = {**incomplete, **_send_phase(client, pending, complete, prepares=True)}
         if len(pending) - len(faults) < client.options.steps_wanted(len(pending)):
             head = (
                 f"commit of a mixture: {len(faults)} of {len(pending)} experts cannot step, and none has stepped. Call "
@@ -97,7 +95,7 @@ class MixtureCommit:
     def commit(self, client: ExpertPool) -> dict[str, bool]:
         pending, complete, incomplete = self._open_sums(client)
         needed = client.options.steps_wanted(len(pending))
-        faults = {**incomplete, **self._send(client, pending, complete, "commit")}
+        faults = {**incomplete, **_send_phase(client, pending, complete)}
         stepped = {uid: mini_batch for uid, mini_batch in pending.items() if uid not in faults}
         # The failed ones stay open, so that a second commit() has the same names, and steps each at most once.
         self.close(stepped)
@@ -112,10 +110,8 @@ class MixtureCommit:
         client.counters.add("left_out", len(faults))
         return {uid: uid in stepped for uid in pending}
 
-    def _open_sums(
-        self, client: ExpertPool
-    ) -> tuple[dict[str, PendingCommit], dict[str, int], dict[str, BaseException]]:
-        """All open sums, the incarnations of the complete ones, and the faults of the others."""
+    def _open_sums(self, client: ExpertPool) -> tuple[dict[str, PendingCommit], list[str], dict[str, BaseException]]:
+        """All open sums, the experts with complete ones, and the faults of the others."""
         pending, failure = self.open_mini_batches(), self.failure
         needed = client.options.steps_wanted(len(pending))
         complete, incomplete = _separate_complete(pending)
@@ -128,15 +124,6 @@ class MixtureCommit:
             raise _commit_error(head, incomplete) from failure
         return pending, complete, incomplete
 
-    def _send(
-        self, client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Mapping[str, int], phase: Phase
-    ) -> dict[str, BaseException]:
-        failed = _send_phase(client, pending, complete, phase)
-        for uid, fault in failed.items():
-            if isinstance(fault, _GONE):
-                pending[uid].record_failure(fault)
-        return failed
-
     def __deepcopy__(self, memo: object) -> "MixtureCommit":
         return MixtureCommit(self.accumulates)
 
@@ -145,7 +132,7 @@ def commit_parts(client: ExpertPool, parts: Mapping[str, PendingCommit]) -> None
     """One step of each expert that was called several times in a backward that does not accumulate."""
     complete, incomplete = _separate_complete(parts)
     # An expert that lacks a part does not step.
-    failed = _send_phase(client, parts, complete, "commit")
+    failed = _send_phase(client, parts, complete)
     client.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
     if failed:
         head = f"backward of a mixture, sent in parts: {len(failed)} experts are not known to have stepped with it:"
@@ -153,41 +140,35 @@ def commit_parts(client: ExpertPool, parts: Mapping[str, PendingCommit]) -> None
 
 
 def _send_phase(
-    client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Mapping[str, int], phase: Phase
+    client: ExpertPool, pending: Mapping[str, PendingCommit], complete: Sequence[str], *, prepares: bool = False
 ) -> dict[str, BaseException]:
-    """Prepare or commit the complete ones, at these incarnations, all at once. Returns faults by expert."""
+    """Commit the complete ones, or only prepare that, all at once. Returns faults by expert."""
     if not complete:
         return {}
-
     deadline = time.monotonic() + client.options.backward_timeout
-
-    def make_call(number: int, uid: str) -> FanOutCall:
-        build = client.requests.prepare if phase == "prepare" else client.requests.commit
-        call = build(uid, pending[uid].name, complete[uid], client.owner_token(uid))
-
-        def accept(answer: Received) -> None:
-            client.accept(uid, answer)
-
-        # one sample per call
-        return FanOutCall(RemoteCall(call, client.caller(uid), deadline, accept), torch.tensor([number], device="cpu"))
-
-    calls = [make_call(number, uid) for number, uid in enumerate(complete)]
-    needed = torch.ones(len(calls), dtype=torch.int64, device="cpu")
-    FanOut(calls, needed, deadline=deadline).run()
-    if phase == "commit":
-        client.counters.add_fan_out("commit", calls)
-    return faults_of(calls)
+    steps = [client.stub(uid).commit(pending[uid], deadline, prepares=prepares) for uid in complete]
+    runs = run_all(steps, settle=True)
+    for run in runs:
+        if isinstance(run.error, errors.StepsLostWarning):  # the user's filter has turned it into an error
+            run.take()
+    faults = {uid: run.error for uid, run in zip(complete, runs, strict=True) if run.error is not None}
+    for uid, fault in faults.items():
+        if isinstance(fault, _GONE):
+            pending[uid].record_failure(fault)
+    if not prepares:
+        client.counters.add_fan_out("commit", len(complete), faults.values())
+    return faults
 
 
-def _separate_complete(pending: Mapping[str, PendingCommit]) -> tuple[dict[str, int], dict[str, BaseException]]:
-    """Return the incarnations of the complete mini-batches, and the faults of the others."""
-    complete: dict[str, int] = {}
+def _separate_complete(pending: Mapping[str, PendingCommit]) -> tuple[list[str], dict[str, BaseException]]:
+    """Return the experts whose mini-batches are complete, and the faults of the others."""
+    complete: list[str] = []
     incomplete: dict[str, BaseException] = {}
     for uid, mini_batch in pending.items():
         if fault := mini_batch.fault:
             incomplete[uid] = errors.CommitError(fault)
-        elif (incarnation := mini_batch.commit_incarnation()) is not None:
-            complete[uid] = incarnation
+        elif mini_batch.has_begun:
+            complete.append(uid)
         else:
             incomplete[uid] = errors.CommitError("its backward has not ended")
     return complete, incomplete
@@ -277,15 +258,9 @@ class MixtureFunction:
         return buffer.rows() or self._zero_outputs()
 
     def _forward_call(self, span: RowSpan, sent: Sequence[Tensor], buffer: CombineBuffer) -> FanOutCall:
-        uid, key, rows = self._uids[span.expert], self._keys[span], slice(span.start, span.stop)
-
-        def accept(answer: Received) -> Tensor | None:
-            self._client.accept(uid, answer)
-            key.note_kept(answer.header.keep)
-            return buffer.write(self._dispatch.pairs[rows], self._signature.read_outputs(answer, _CPU))
-
-        call = self._client.requests.forward(uid, [x[rows] for x in sent], key)
-        remote = RemoteCall(call, self._client.caller(uid), self._call.deadline, accept)
+        stub, key, rows = self._client.stub(self._uids[span.expert]), self._keys[span], slice(span.start, span.stop)
+        write = partial(buffer.write, self._dispatch.pairs[rows])
+        remote = stub.forward_call([x[rows] for x in sent], key, self._signature, self._call.deadline, write, _CPU)
         return FanOutCall(remote, self._dispatch.rows[rows])
 
     def _send_backward(self, sent: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -326,25 +301,19 @@ class MixtureFunction:
         missing: dict[RowSpan, PendingCommit],
         deadline: float,
     ) -> FanOutCall:
-        client, uid, key = self._client, self._uids[span.expert], self._keys[span]
+        stub, key = self._client.stub(self._uids[span.expert]), self._keys[span]
         self._keys[span] = key.next_backward()
         if remaining is not None:
             key.note_kept(False)  # the server holds the inputs of the whole span
         rows = slice(span.start, span.stop) if remaining is None else remaining
-        inputs = [x[rows] for x in sent]
-        name = missing[span].name if span in missing else ""
 
-        def accept(answer: Received) -> Tensor | None:
-            incarnation = client.accept(uid, answer).incarnation
-            mini_batch = missing.pop(span, None)
-            if mini_batch is not None:
+        def add(incarnation: int) -> None:
+            if (mini_batch := missing.pop(span, None)) is not None:
                 mini_batch.record_gradient(incarnation)
-            # After `record_gradient`: the server has added the gradient, even if the answer is rejected here.
-            return buffer.write(self._dispatch.pairs[rows], self._signature.read_input_gradients(answer, inputs))
 
-        token = client.owner_token(uid)
-        call, complete = client.requests.backward(uid, inputs, [g[rows] for g in gradients], key, name, token)
-        remote = RemoteCall(call, client.caller(uid), deadline, accept, complete if call is not complete else None)
+        name, write = missing[span].name if span in missing else "", partial(buffer.write, self._dispatch.pairs[rows])
+        inputs, row_gradients = [x[rows] for x in sent], [g[rows] for g in gradients]
+        remote = stub.backward_call(inputs, row_gradients, key, self._signature, deadline, name, add, write)
         return FanOutCall(remote, self._dispatch.rows[rows])
 
     def _call_experts(
@@ -353,7 +322,8 @@ class MixtureFunction:
         # Afterwards the buffer has enough answers for a sample, or none.
         client, lenient, after = self._client, self._options.allow_zero_outputs, self._options.timeout_after_k_min
         counts = FanOut(calls, needed, deadline=deadline, after=after, lenient=lenient).run().counts
-        client.counters.add_fan_out(direction, calls)
+        faults = [call.fault for call in calls if call.fault is not None]
+        client.counters.add_fan_out(direction, len(calls), faults, sum(len(call.samples) for call in calls))
         is_short = counts < needed
         number = int(is_short.sum())
         if number and not lenient:

@@ -5,8 +5,9 @@ streams.py   states from a leader to its followers
 """
 
 from torchweft.experts import extras as extras  # says what is not installed
-from torchweft.experts.replication.manager import ReplicaStatistics, ReplicationManager
+from torchweft.experts.replication.manager import ReplicationManager
 from torchweft.experts.replication.replica import Leadership, Replica, ReplicaOptions
 from torchweft.experts.replication.streams import LeaderStreams
+from torchweft.experts.statistics import ReplicaStatistics
 
 __all__ = ["LeaderStreams", "Leadership", "Replica", "ReplicaOptions", "ReplicaStatistics", "ReplicationManager"]

@@ -15,8 +15,6 @@ since the last transfer are lost if the owner crashes.
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torchweft.core.errors import UsageError, WeftError, join_faults
@@ -27,6 +25,7 @@ from torchweft.experts.discovery.fencing import number_of, replaced
 from torchweft.experts.discovery.registration import LeaseHeartbeat
 from torchweft.experts.replication.replica import Replica, ReplicaOptions, StateVersion
 from torchweft.experts.replication.streams import FollowerStream, LeaderStreams
+from torchweft.experts.statistics import ReplicaStatistics
 from torchweft.experts.tls import directory_faults
 from torchweft.experts.wire import Limits
 
@@ -36,29 +35,6 @@ _RETRY_SECONDS = 0.25
 _ANSWER_SECONDS = 2.0  # longest wait for a replica that is asked for a newer state
 _JOIN = 0.5  # longest wait of `stop` for the thread; a pending call of an unavailable directory ends it later
 _LEAST_HANDOVER = 0.5  # seconds for followers to fetch the last state, even if draining took all of its time
-
-
-@dataclass(frozen=True)
-class ReplicaStatistics:
-    """One replicated expert at one server.
-
-    ``role``: "owner", "taking over", or "follower". ``owner``: its address, "" if unknown, with the number of its
-    fencing ``token``. ``lasts``: whether this server's lease lasts. ``behind``: steps that this follower lacks,
-    according to the owner's report ``heard_seconds`` ago. ``followers``: steps that each lacks, by address.
-    """
-
-    role: str
-    owner: str
-    token: int
-    lasts: bool
-    steps: int
-    behind: int | None
-    heard_seconds: float | None
-    followers: Mapping[str, int]
-    sent: int
-    received: int
-    received_bytes: int
-    failure: str
 
 
 class ReplicationManager:

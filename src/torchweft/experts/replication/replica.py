@@ -187,7 +187,8 @@ class ReplicaState:
     def confirm(self, token: int) -> None:
         self.token, self.is_loaded = token, True
 
-    def encode(self, max_wait: float) -> tuple[StateVersion, memoryview] | None:
+    def encode(self, max_wait: float = 1.0) -> tuple[StateVersion, memoryview] | None:
+        """The present state as bytes, or None if a batch runs for longer than ``max_wait`` seconds."""
         lock = self._backend.executor.lock
         if not lock.acquire(timeout=max_wait):
             return None
@@ -290,9 +291,6 @@ class Replica:
             return 0
         return None if self.report is None else max(0, self.report.version.steps - self.backend.steps)
 
-    def restored(self, token: int) -> None:
-        self.state.confirm(token)
-
     def record_report(self, version: StateVersion) -> None:
         self.report = OwnerReport(version, time.monotonic())
 
@@ -347,10 +345,6 @@ class Replica:
             self.state.confirm(ownership.token)
             load()
             self.incarnation = secrets.randbits(63)
-
-    def encode(self, max_wait: float = 1.0) -> tuple[StateVersion, memoryview] | None:
-        """Return the present state as bytes, or None if a batch runs for longer than ``max_wait`` seconds."""
-        return self.state.encode(max_wait)
 
     def load(self, version: StateVersion, data: bytes | bytearray | memoryview, *, taking_over: bool = False) -> bool:
         """Load a state that an owner has sent. Returns False if the role has changed, so that it is not needed."""

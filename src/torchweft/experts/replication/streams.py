@@ -27,12 +27,12 @@ import torch
 
 from torchweft.core.errors import WeftError
 from torchweft.experts import errors
-from torchweft.experts.client.transport import open_channel, unreachable
+from torchweft.experts.client.transport import open_channel
 from torchweft.experts.fork_guard import GrpcThreads
 from torchweft.experts.replication.replica import Replica, ReplicaOptions, StateVersion, newer
-from torchweft.experts.tls import check_address
+from torchweft.experts.tls import check_address, unreachable
 from torchweft.experts.wire import Call, Header, Kind, Limits, Received, decode, encode, read_fault, write_fault
-from torchweft.experts.wire.service import AUTHORIZATION, BEARER, STATE
+from torchweft.experts.wire.service import STATE, token_metadata
 
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
@@ -222,7 +222,7 @@ class _LeaderStream:
 
     async def _send_state(self, waiting: _OpenRequest, replica: Replica) -> None:
         # In a thread, because it waits for the lock of the expert, and the event loop serves all other clients.
-        encoded = await asyncio.get_running_loop().run_in_executor(None, replica.encode, _MAX_WAIT)
+        encoded = await asyncio.get_running_loop().run_in_executor(None, replica.state.encode, _MAX_WAIT)
         if encoded is None:  # a batch is running; the next round tries again
             return
         version, data = encoded
@@ -308,10 +308,8 @@ class FollowerStream:
         self._grpc_threads.wait(_JOIN)
 
     def _open_call(self, requests: "SimpleQueue[bytes | None]", timeout: float | None = None) -> Any:
-        token = self._options.token
-        metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
-        method, sent = self._channel.stream_stream(STATE), iter(requests.get, None)
-        return self._grpc_threads.stream(method, sent, metadata=metadata, timeout=timeout)
+        method, metadata = self._channel.stream_stream(STATE), token_metadata(self._options.token)
+        return self._grpc_threads.stream(method, iter(requests.get, None), metadata=metadata, timeout=timeout)
 
     def _encode_request(self, call_id: int, uid: str, request: PullRequest) -> bytes:
         data = request.to_bytes()

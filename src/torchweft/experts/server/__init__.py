@@ -5,7 +5,6 @@ grpc_server.py    gRPC: streams, health, reflection      server_stream.py      o
 auth.py           callers, roles, grants, audit          dispatcher.py         calls in, one answer each
 hosted_expert.py  one expert, restored and saved         background.py         threads and the lease, and how they end
 config.py         the file of ``torchweft serve``        command.py            ``torchweft serve``
-server_statistics.py  counters of a server
 """
 
 from torchweft.experts import extras as extras  # reports missing packages before they are imported
@@ -14,7 +13,7 @@ from torchweft.experts.server.dispatcher import RequestDispatcher
 from torchweft.experts.server.hosted_expert import HostedExpert
 from torchweft.experts.server.options import ServerOptions, keep_freed_memory, use_large_pages
 from torchweft.experts.server.server import Server
-from torchweft.experts.server.server_statistics import CheckpointStatistics, ServerStatistics
+from torchweft.experts.statistics import CheckpointStatistics, ServerStatistics
 from torchweft.experts.status_page.http import PanelOptions
 from torchweft.experts.tls import ServerTls
 

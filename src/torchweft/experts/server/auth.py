@@ -35,7 +35,7 @@ _AUDITED = 256  # remembered refusals
 _NAME, _WHY = 128, 320  # longest name and reason in the log, in characters
 _BURST, _PER_SECOND = 20, 2.0  # lines of the log: at once, and afterwards
 _CACHED_ROLES = 4096
-_UNPROVEN, _PEER = "unproven:", "peer:"  # prefixes that proven names must not have
+UNPROVEN, _PEER = "unproven:", "peer:"  # prefixes that proven names must not have
 ANONYMOUS = "anonymous"  # Stands for the client of a call without a name
 
 
@@ -89,14 +89,6 @@ class Caller:
     def described(self) -> str:
         return f"client {self.name!r}" if self.name else f"a client without certificate or token ({self.peer})"
 
-    def owner(self, client: str, mini_batch: str | None) -> tuple[str, str | None]:
-        """Owner of the keys and mini-batches of a call. Proven and unproven names never share an owner."""
-        if self.name:
-            # Several processes can share a proven name. The claimed name separates their mini-batches.
-            return self.name, None if mini_batch is None else f"{client}/{mini_batch}"
-        # Without the address, which can change before a client repeats a call.
-        return f"{_UNPROVEN}{client or ANONYMOUS}", mini_batch
-
 
 @dataclass(frozen=True)
 class Access:
@@ -146,14 +138,12 @@ class Access:
     def admits(self, client: str, wanted: Role = Role.FORWARD) -> bool:
         return any(grant.role >= wanted and fnmatchcase(client, grant.client) for grant in self.grants)
 
-    def check(self, caller: Caller, expert: str, wanted: Role, what: str) -> None:
-        seen = self.role(caller.name, expert)
-        if seen < wanted:
-            place = repr(expert) if expert else "the whole server"
-            raise ForbiddenError(
-                f"{caller.described} has role {seen.name} for {place} and asked for {what}, which takes role "
-                f"{wanted.name}; ask the administrator of the server for a grant"
-            )
+    def refusal(self, caller: Caller, expert: str, wanted: Role, what: str) -> ForbiddenError:
+        seen, place = self.role(caller.name, expert), repr(expert) if expert else "the whole server"
+        return ForbiddenError(
+            f"{caller.described} has role {seen.name} for {place} and asked for {what}, which takes role "
+            f"{wanted.name}; ask the administrator of the server for a grant"
+        )
 
 
 @dataclass(frozen=True)
@@ -211,8 +201,8 @@ class Audit:
 
 def _reserved_name_fault(name: str) -> str:
     # Such a name could be mistaken for an unproven one.
-    unproven = f"it begins with {_UNPROVEN!r} or {_PEER!r}, which are reserved for clients without a proven name"
-    return unproven if name.startswith((_UNPROVEN, _PEER)) else ""
+    unproven = f"it begins with {UNPROVEN!r} or {_PEER!r}, which are reserved for clients without a proven name"
+    return unproven if name.startswith((UNPROVEN, _PEER)) else ""
 
 
 def _host_of(peer: str) -> str:

@@ -10,15 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from torchweft.core.errors import UsageError, escape
 from torchweft.experts.discovery import Directory
-from torchweft.experts.discovery.registration import LeaseHeartbeat, LeaseStatistics
+from torchweft.experts.discovery.registration import LeaseHeartbeat
 from torchweft.experts.errors import AlreadyDeclaredError
 from torchweft.experts.expert import ExpertBackend
-from torchweft.experts.runtime import Runtime
-from torchweft.experts.telemetry import RuntimeStatistics
+from torchweft.experts.statistics import DirectoryStatistics, LeaseStatistics, RuntimeStatistics
+from torchweft.experts.task_pool import Runtime
 
 _LOG = logging.getLogger("torchweft.experts.server")
 LEAST_SECONDS = 0.1  # for each thread to end, even if the deadline has passed
@@ -31,7 +30,8 @@ class PeriodicTask:
     # then that the task works again.
     def __init__(self, name: str, seconds: float, retry_seconds: float, act: Callable[[], object]) -> None:
         self.last_failure: Exception | None = None
-        self._name, self._seconds, self._retry_seconds, self._act = name, seconds, retry_seconds, act
+        self.act = act
+        self._name, self._seconds, self._retry_seconds = name, seconds, retry_seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run_turns, name=f"torchweft-{name}", daemon=True)
 
@@ -46,15 +46,12 @@ class PeriodicTask:
             self._thread.join(0.0 if waited else max(0.0, timeout))
         return not self._thread.is_alive()
 
-    def run_turn(self) -> None:
-        self._act()
-
     def _run_turns(self) -> None:
         pause = self._seconds
         while not self._stop.wait(pause):
             start, pause = time.monotonic(), self._seconds
             try:
-                self.run_turn()
+                self.act()
             except Exception as error:
                 pause = self._retry_seconds
                 if self.last_failure is None:
@@ -180,6 +177,6 @@ class ServerLease:
             self.heartbeat.withdraw()
         self._background.stop_periodic("lease", LEAST_SECONDS)  # a turn that still runs declares nothing after this
 
-    def statistics(self) -> tuple[tuple[str, ...], dict[str, Any] | None, LeaseStatistics | None]:
+    def statistics(self) -> tuple[tuple[str, ...], DirectoryStatistics | None, LeaseStatistics | None]:
         own = self.heartbeat
         return ((), None, None) if own is None else (own.listed, own.directory_statistics(), own.statistics())

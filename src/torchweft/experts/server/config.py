@@ -43,11 +43,12 @@ from torch.optim import Optimizer, lr_scheduler
 
 from torchweft.core.errors import UsageError, WeftError, split_faults
 from torchweft.core.validation import Validator, suggest
+from torchweft.experts.accumulation import AccumulationOptions
 from torchweft.experts.address import address_fault, is_loopback, parse_address, probe_address
 from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.discovery.etcd import EtcdTls, open_directory
 from torchweft.experts.expert import ExpertBackend
-from torchweft.experts.gradients import AccumulationOptions, Guards
+from torchweft.experts.gradients import Guards
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
 from torchweft.experts.registry import make_expert
@@ -56,7 +57,7 @@ from torchweft.experts.server.auth import OPEN, Access, Grant, Role
 from torchweft.experts.server.options import ServerOptions, listen_faults
 from torchweft.experts.server.server import Server
 from torchweft.experts.status_page.http import PanelOptions
-from torchweft.experts.task_pool import PoolOptions
+from torchweft.experts.task import PoolOptions
 from torchweft.experts.tls import ClientTls, Pem, ServerTls
 from torchweft.experts.wire.frame import Limits
 

@@ -5,41 +5,31 @@
       '───────┴──────────┴───────────┴──────────┴────────────┴─────────────┴────────────> ERROR, to its author only
 
 All checks of the header come before the first tensor is made, so that a rejected call costs almost nothing. A task
-carries the deadline of its call. `ObservedDispatcher` adds spans (their names begin with ``torchweft.``):
-
-    dispatch ── receive ──> future, and the trace it belongs to ──┐
-    batch of tasks, whose waiters are such futures <──────────────┘ ── queue (each task) ── batch ── step
-                                                                            failure (each failed task)
-
-An error passes through the span of the work that failed, as observers expect: ``receive`` if the call was refused, else
-``batch``, and a ``failure`` in the trace of each task that failed.
+carries the deadline of its call.
 """
 
-import re
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
 from torch import Tensor
 
 from torchweft.core.errors import UsageError
 from torchweft.experts import errors
-from torchweft.experts.server.auth import Access, Audit, Caller, Role
+from torchweft.experts.server.auth import ANONYMOUS, UNPROVEN, Access, Audit, Caller, Role
 from torchweft.experts.server.hosted_expert import HostedExpert
-from torchweft.experts.task import Results, Task
-from torchweft.experts.telemetry import SafeObserver, SpanObserver
+from torchweft.experts.task import Results
+from torchweft.experts.telemetry import ServerSpans
 from torchweft.experts.wire import Call, Header, Kind, Received, write_fault
 from torchweft.experts.wire.service import read_receipt
 
 # Receives the one answer of a call. It can be called in any thread, and must neither raise nor block.
 Reply = Callable[[Call], None]
 
-_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ROLES = {
     Kind.INFO: Role.FORWARD,
     Kind.FORWARD: Role.FORWARD,
@@ -53,12 +43,18 @@ _ROLES = {
 class RequestDispatcher:
     """The experts of one server, and access to them. ``longest``: the largest deadline of a call, in seconds."""
 
-    def __init__(self, access: Access | None = None, audit: Audit | None = None, longest: float = 600.0) -> None:
+    def __init__(
+        self,
+        access: Access | None = None,
+        audit: Audit | None = None,
+        longest: float = 600.0,
+        spans: ServerSpans | None = None,
+    ) -> None:
         self.access = access or Access()
         self.audit = audit or Audit()
         self.incarnation = secrets.randbits(63)
         self.draining: str | None = None
-        self._longest = longest
+        self._longest, self._spans = longest, spans
         self._experts: dict[str, HostedExpert] = {}
         self._lock = threading.Lock()  # of the counters
         self._calls: Counter[str] = Counter()
@@ -67,6 +63,7 @@ class RequestDispatcher:
     def add(self, hosted: HostedExpert) -> None:
         self.check_new(hosted.backend.name)
         self._experts[hosted.backend.name] = hosted
+        self._observe(hosted, self._spans)
 
     def check_new(self, uid: str) -> None:
         if uid in self._experts:
@@ -80,6 +77,7 @@ class RequestDispatcher:
     def remove(self, uid: str) -> HostedExpert:
         hosted = self.find(uid)
         del self._experts[uid]
+        self._observe(hosted, None)
         return hosted
 
     def experts(self) -> dict[str, HostedExpert]:
@@ -91,6 +89,7 @@ class RequestDispatcher:
     def close(self) -> None:
         for hosted in self._experts.values():
             hosted.close()
+            self._observe(hosted, None)
 
     def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         """Answer a call through ``reply``, now or later. Never raises."""
@@ -98,18 +97,22 @@ class RequestDispatcher:
         header = call.header
         self._calls[header.kind.name] += 1
         try:
-            return self._dispatch_checked(call, caller, reply)
+            if self._spans is None:
+                return self._dispatch_checked(call, caller, reply)
+            attributes = {"torchweft.expert": header.uid, "torchweft.direction": header.kind.name.lower()}
+            attributes["torchweft.client"] = caller.name or header.client
+            dispatch = partial(self._dispatch_checked, call, caller, reply)
+            return self._spans.receive(dispatch, attributes, header.trace)
         except Exception as error:
             self.answer_error(header.call_id, error, reply)
             return None
 
     def check_role(self, caller: Caller, uid: str, wanted: Role, what: str, kind: str) -> None:
-        """`Access.check`, with an entry in the audit log if it raises."""
-        try:
-            self.access.check(caller, uid, wanted, what)
-        except errors.ForbiddenError as error:
+        """Raise ``ForbiddenError``, with an entry in the audit log, if the caller's role is not enough."""
+        if self.access.role(caller.name, uid) < wanted:
+            error = self.access.refusal(caller, uid, wanted, what)
             self.audit.refused(caller, uid, kind, str(error))
-            raise
+            raise error
 
     def answer_error(self, call_id: int, error: BaseException, reply: Reply) -> None:
         with self._lock:
@@ -119,6 +122,10 @@ class RequestDispatcher:
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
         with self._lock:
             return dict(self._calls), dict(self._errors)
+
+    def _observe(self, hosted: HostedExpert, spans: ServerSpans | None) -> None:
+        if self._spans is not None:  # otherwise an observer of the expert's own stays
+            hosted.backend.observe(spans)
 
     def _dispatch_checked(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         header = call.header
@@ -158,7 +165,7 @@ class RequestDispatcher:
             _check_incarnation(header, hosted, client, name)
             act = backend.prepare if header.kind is Kind.PREPARE else backend.commit
             return act(name, client=client, deadline=deadline, principal=caller.principal)
-        client, mini_batch = caller.owner(header.client, header.mini_batch or None)
+        client, mini_batch = _owner_of(caller, header)
         # The tensors are views of the received message, so nothing is copied here.
         tensors, backward = call.tensors(), header.kind is Kind.BACKWARD
         if backward and header.keep:
@@ -191,7 +198,7 @@ class RequestDispatcher:
             return
         # A client may leave out the inputs of the backward only if they are still kept at this moment.
         asked = header.kind is Kind.FORWARD and header.keep
-        keep = asked and hosted.backend.kept_inputs(caller.owner(header.client, None)[0], header.key) is not None
+        keep = asked and hosted.backend.kept_inputs(_owner_of(caller, header)[0], header.key) is not None
         reply(result_call(header, future.result(), hosted.backend.steps, hosted.receipt(), keep=keep))
 
     def _unknown_expert(self, uid: str, client: str | None) -> errors.UnknownExpertError:
@@ -211,8 +218,18 @@ def error_call(call_id: int, error: BaseException) -> Call:
     return Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
 
 
+def _owner_of(caller: Caller, header: Header) -> tuple[str, str | None]:
+    """Owner of the keys and the mini-batch of a call. Proven and unproven names never share an owner."""
+    client, mini_batch = header.client, header.mini_batch or None
+    if caller.name:
+        # Several processes can share a proven name. The claimed name separates their mini-batches.
+        return caller.name, None if mini_batch is None else f"{client}/{mini_batch}"
+    # Without the address, which can change before a client repeats a call.
+    return f"{UNPROVEN}{client or ANONYMOUS}", mini_batch
+
+
 def _mini_batch_of(caller: Caller, header: Header) -> tuple[str, str]:
-    client, mini_batch = caller.owner(header.client, header.mini_batch or None)
+    client, mini_batch = _owner_of(caller, header)
     if mini_batch is None:
         raise UsageError(f"{header.kind.name.lower()} requires a mini_batch id")
     return client, mini_batch
@@ -234,68 +251,3 @@ def _check_incarnation(header: Header, hosted: HostedExpert, client: str, mini_b
             f"the server was started again, or another took the expert over, while mini-batch {mini_batch!r} was "
             "open, and its gradients are gone; run its micro-batches again"
         )
-
-
-class ObservedDispatcher(RequestDispatcher):
-    """A `RequestDispatcher` that opens spans around the calls, batches and steps of its experts."""
-
-    def __init__(self, observer: SpanObserver, access: Access | None, audit: Audit, longest: float) -> None:
-        super().__init__(access, audit, longest)
-        self._observer = SafeObserver(observer)
-        # Held for a whole dispatch: the runtime can take a task before its trace is stored, and must wait for it.
-        # Reentrant, because an answer can arrive within the dispatch.
-        self._traces_lock = threading.RLock()
-        self._traces: dict[Future[Results], str] = {}
-
-    def add(self, hosted: HostedExpert) -> None:
-        super().add(hosted)
-        hosted.backend.observe(self)
-
-    def remove(self, uid: str) -> HostedExpert:
-        hosted = super().remove(uid)
-        hosted.backend.observe(None)
-        return hosted
-
-    def close(self) -> None:
-        super().close()
-        for hosted in self.experts().values():
-            hosted.backend.observe(None)
-
-    def _dispatch_checked(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
-        attributes = {"torchweft.expert": call.header.uid, "torchweft.direction": call.header.kind.name.lower()}
-        attributes["torchweft.client"] = caller.name or call.header.client
-        parents = (call.header.trace,) if _TRACEPARENT.fullmatch(call.header.trace) else ()
-        with self._traces_lock, self._observer.span("torchweft.receive", attributes, parents=parents):
-            future = super()._dispatch_checked(call, caller, reply)
-            trace = self._observer.current()
-            if future is not None and trace is not None and not future.done():
-                self._traces[future] = trace
-                future.add_done_callback(lambda done: self._traces.pop(done, None))
-        return future
-
-    def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
-        return self._observer.span("torchweft.step", {"torchweft.expert": expert, "torchweft.steps": step})
-
-    @contextmanager
-    def batch_span(self, pool: str, tasks: Sequence[Task]) -> Generator[None]:
-        expert, _, direction = pool.rpartition(".")
-        attributes = {"torchweft.expert": expert, "torchweft.direction": direction}
-        with self._traces_lock:
-            traces = [[self._traces[waiter] for waiter in task.waiters if waiter in self._traces] for task in tasks]
-        now = time.monotonic()
-        for task, known in zip(tasks, traces, strict=True):
-            rows = {**attributes, "torchweft.rows": task.rows}
-            with self._observer.span("torchweft.queue", rows, parents=known[:1], waited=max(0.0, now - task.arrival)):
-                pass
-        size: dict[str, str | int] = {"torchweft.tasks": len(tasks), "torchweft.rows": sum(task.rows for task in tasks)}
-        parents = [trace for known in traces for trace in known]
-        with self._observer.span("torchweft.batch", {**attributes, **size}, parents=parents):
-            yield
-
-    def task_failed(self, pool: str, task: Task, error: BaseException) -> None:
-        expert, _, direction = pool.rpartition(".")
-        attributes = {"torchweft.expert": expert, "torchweft.direction": direction}
-        with self._traces_lock:
-            parents = [self._traces[waiter] for waiter in task.waiters if waiter in self._traces]
-        with suppress(BaseException), self._observer.span("torchweft.failure", attributes, parents=parents):
-            raise error

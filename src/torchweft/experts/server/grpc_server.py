@@ -43,20 +43,10 @@ from torchweft.experts.server.auth import Caller, Role, authenticate
 from torchweft.experts.server.dispatcher import RequestDispatcher, error_call
 from torchweft.experts.server.operations import Operations
 from torchweft.experts.server.options import ServerOptions
-from torchweft.experts.server.server_stream import ByteBudget, ServerStream
+from torchweft.experts.server.server_stream import ByteBudget, NetworkLoop, ServerStream, next_message
 from torchweft.experts.tls import ServerTls
-from torchweft.experts.wire import Call, Frame, Header, Kind, Received, decode, encode
+from torchweft.experts.wire import Call, Header, Kind, decode, encode, service
 from torchweft.experts.wire.frame import MESSAGE_BYTES
-from torchweft.experts.wire.service import (
-    FRAME_BYTES,
-    PROTO,
-    SERVICE,
-    age_options,
-    read_operation,
-    server_options,
-    write_operation_reply,
-    write_status,
-)
 
 _aio = cast("Any", aio)
 _grpc = cast("Any", grpc)
@@ -70,8 +60,6 @@ _CHECKS, _HOST_CHECKS = 32, 8
 _CLIENT_REQUESTS = 64
 _REQUEST_SECONDS = 10.0
 _OPERATION_SECONDS = 60.0  # for an operation without a deadline
-_ROOM_SECONDS = 5.0  # that a frame in parts waits for room
-_PART_SECONDS = 30.0  # for its next part
 _START_SECONDS = 30.0  # for the start of listening
 _STOP_SECONDS = 1.0  # for closing connections, after answers have left
 _DESCRIPTORS = 64  # file descriptors reserved for checkpoints, the log and the directory
@@ -79,19 +67,10 @@ _GOAWAY = Call(Header(kind=Kind.GOAWAY))
 
 
 class GrpcServer:
-    """The network thread, from `start` to `stop`. ``status``: data of a status call, as JSON values."""
+    """The network thread, from `start` to `stop`."""
 
-    def __init__(
-        self,
-        address: str,
-        tls: ServerTls | None,
-        dispatcher: RequestDispatcher,
-        options: ServerOptions,
-        status: Callable[[], Mapping[str, Any]],
-        leader_streams: LeaderStreams | None,
-        operations: Operations,
-    ) -> None:
-        self.handlers = GrpcHandlers(dispatcher, options, status, leader_streams, operations)
+    def __init__(self, address: str, tls: ServerTls | None, options: ServerOptions, handlers: "GrpcHandlers") -> None:
+        self.handlers = handlers
         self.port = 0  # 0 before the start
         self._address, self._tls, self._options = address, tls, options
         self._thread: threading.Thread | None = None
@@ -111,7 +90,7 @@ class GrpcServer:
         listening: Future[int] = Future()
 
         def run() -> None:
-            with asyncio.Runner(loop_factory=_Loop) as runner:
+            with asyncio.Runner(loop_factory=NetworkLoop) as runner:
                 runner.run(self._serve(listening))
 
         self._thread = threading.Thread(target=run, name="torchweft-server", daemon=True)
@@ -136,8 +115,8 @@ class GrpcServer:
     async def _serve(self, listening: "Future[int]") -> None:
         self._loop = asyncio.get_running_loop()
         try:
-            options = server_options(self._options.limits, _max_connections(self._options.connections))
-            options += age_options(self._options.connection_age_seconds)
+            options = service.server_options(self._options.limits, _max_connections(self._options.connections))
+            options += service.age_options(self._options.connection_age_seconds)
             server: Any = _aio.server(options=options)
             server.add_generic_rpc_handlers(tuple(self.handlers.tables()))
             port = _listen(server, self._address, self._tls)
@@ -162,7 +141,10 @@ class GrpcServer:
 
 
 class GrpcHandlers:
-    """Handlers of all methods, and the open connections. Everything belongs to the network loop."""
+    """Handlers of all methods, and the open connections. Everything belongs to the network loop.
+
+    ``status``: data of a status call, as JSON values.
+    """
 
     def __init__(
         self,
@@ -179,7 +161,7 @@ class GrpcHandlers:
         self._dispatcher, self._options, self._status, self._operations = dispatcher, options, status, operations
         self._checks: list[str] = []  # hosts whose health checks are running
         self._requests: list[str] = []  # clients whose short calls are running
-        names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
+        names = (service.SERVICE, _HEALTH, _reflection.SERVICE_NAME)
         self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
 
     def tables(self) -> list[Any]:
@@ -194,7 +176,7 @@ class GrpcHandlers:
             _reflection_pb2.ServerReflectionResponse.SerializeToString,
         )
         services = {
-            SERVICE: methods,
+            service.SERVICE: methods,
             _HEALTH: {"Check": stream(self._check_health)},
             _reflection.SERVICE_NAME: {"ServerReflectionInfo": reflect},
         }
@@ -209,7 +191,7 @@ class GrpcHandlers:
             "nbytes": sum(connection.nbytes for connection in connections),
             "accepted": self._accepted,
             "turned_away": self._turned_away,
-            "broken": self._broken,
+            "broken": self._broken + sum(connection.is_broken for connection in connections),
         }
 
     def announce_end(self) -> None:
@@ -246,23 +228,14 @@ class GrpcHandlers:
             connection = ServerStream(caller, self._dispatcher, self._options, self.budget)
             self.connections.add(connection)
             self._accepted += 1
-            tasks: list[asyncio.Task[None]] = []
             try:
-                await context.send_initial_metadata(((FRAME_BYTES, str(self._options.limits.frame_bytes)),))
+                await context.send_initial_metadata(((service.FRAME_BYTES, str(self._options.limits.frame_bytes)),))
                 if self._dispatcher.draining is not None:
                     connection.send(_GOAWAY)
-                reader = asyncio.create_task(self._read_calls(connection, context))
-                writer = asyncio.create_task(connection.write_answers(context.write))
-                tasks = [reader, writer]
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if reader.done() and reader.exception() is None:  # the client has ended its side: answer the rest
-                    connection.finish()
-                    await writer
+                await connection.serve(partial(next_message, context), context.write)
             finally:
                 self.connections.discard(connection)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                self._broken += connection.is_broken
                 connection.abandon()
 
     async def _check_connections(self, caller: Caller, context: Any) -> None:
@@ -273,45 +246,6 @@ class GrpcHandlers:
         if count >= self._options.client_connections:
             text = f"client {caller.principal!r} has {count} connections, and one client may have no more; close some"
             await self._turn_away(context, text)
-
-    async def _read_calls(self, connection: ServerStream, context: Any) -> None:
-        while True:
-            try:
-                calls = await self._read_frame(connection.caller.principal, context)
-                if calls is None:
-                    return
-            except (errors.WireError, errors.OverloadError, errors.QuotaError) as error:
-                self._broken += isinstance(error, errors.WireError)
-                connection.send(error_call(0, error))
-                return
-            while calls:  # popped, because every call refers to the memory of the whole frame
-                connection.dispatch_call(calls.pop(0))
-            await connection.wait_for_room()
-
-    async def _read_frame(self, client: str, context: Any) -> list[Received] | None:
-        """The calls of the next frame; None at the end of the stream. Raises as `decode`, and `ByteBudget.reserve`."""
-        part = await _next_message(context)
-        if part is None:
-            return None
-        frame = Frame(part, self._options.limits)
-        if not frame.can_continue:
-            return frame.received()
-        # The whole frame is counted before its second part is read.
-        size = frame.body_bytes
-        await self.budget.reserve(size, client, _ROOM_SECONDS)
-        try:
-            async with asyncio.timeout(self._options.longest_seconds):
-                while frame.missing_bytes:
-                    part = await asyncio.wait_for(_next_message(context), _PART_SECONDS)
-                    if part is None:
-                        break
-                    frame.append(part)
-            return frame.received()  # raises if the client ended the stream within the frame
-        except TimeoutError:
-            raise errors.TruncatedError(f"a frame of {size} bytes was not sent in time", reason="time") from None
-        finally:
-            # Released before the calls are admitted one by one. Nothing else runs in the loop between the two.
-            self.budget.release(size, client)
 
     async def _answer_info(self, _: Any, context: Any) -> None:
         async with self._admit_request(context, "info") as caller:
@@ -336,26 +270,26 @@ class GrpcHandlers:
                 await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
             # In a thread of the pool: with many experts, JSON would block the loop for all clients.
             loop = asyncio.get_running_loop()
-            await context.write(write_status(json.dumps(await loop.run_in_executor(None, self._status))))
+            await context.write(service.write_status(json.dumps(await loop.run_in_executor(None, self._status))))
 
     async def _operate(self, _: Any, context: Any) -> None:
         async with self._admit_request(context, "operation") as caller:
             message = await _next_request(context)
             data = memoryview(b"")
             try:
-                operation = read_operation(message or b"")
+                operation = service.read_operation(message or b"")
                 what = f"the operation {operation.name!r}"
                 self._dispatcher.check_role(caller, operation.uid, Role.ADMIN, what, operation.name.upper())
                 seconds = min(context.time_remaining() or _OPERATION_SECONDS, self._options.longest_seconds)
                 # In a thread of the pool, because an operation waits for the batch that runs, and for the disk.
                 work = partial(self._operations.run, operation, caller.described, seconds)
                 results, data = await asyncio.get_running_loop().run_in_executor(None, work)
-                await context.write(write_operation_reply(results=results))
+                await context.write(service.write_operation_reply(results=results))
             except Exception as error:  # also of users' modules
-                await context.write(write_operation_reply(error=error))
+                await context.write(service.write_operation_reply(error=error))
             size = min(MESSAGE_BYTES, max(1, self._options.limits.frame_bytes // 2))
             for start in range(0, len(data), size):
-                await context.write(write_operation_reply(data=data[start : start + size]))
+                await context.write(service.write_operation_reply(data=data[start : start + size]))
 
     async def _serve_states(self, _: Any, context: Any) -> None:
         async with self._admit_caller(context, "state") as caller:
@@ -369,7 +303,7 @@ class GrpcHandlers:
                 await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many servers follow this one")
             else:
                 check = partial(dispatcher.check_role, caller, wanted=Role.ADMIN, what="its state", kind="STATE")
-                await streams.serve(partial(_next_message, context), context.write, check)
+                await streams.serve(partial(next_message, context), context.write, check)
 
     @asynccontextmanager
     async def _admit_caller(self, context: Any, what: str) -> AsyncGenerator[Caller]:
@@ -414,22 +348,9 @@ class GrpcHandlers:
         await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, why)
 
 
-class _Loop(asyncio.SelectorEventLoop):
-    # All asyncio servers of a process share gRPC's poller. It also delivers late events to loops that were closed, and
-    # an exception there would lose the events of the other servers.
-    def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
-        with suppress(RuntimeError):
-            return super().call_soon_threadsafe(*args, **options)
-
-
-async def _next_message(context: Any) -> Any:
-    message = await context.read()
-    return None if message is _aio.EOF else message
-
-
 async def _next_request(context: Any) -> Any:
     async with asyncio.timeout(_REQUEST_SECONDS):
-        return await _next_message(context)
+        return await next_message(context)
 
 
 def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
@@ -448,7 +369,7 @@ def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
 
 def _descriptor_pool() -> Any:
     pool = cast("Any", descriptor_pool.DescriptorPool)()
-    for file in (PROTO, _health.DESCRIPTOR.serialized_pb, _reflection_pb2.DESCRIPTOR.serialized_pb):
+    for file in (service.PROTO, _health.DESCRIPTOR.serialized_pb, _reflection_pb2.DESCRIPTOR.serialized_pb):
         pool.AddSerializedFile(file)
     return pool
 

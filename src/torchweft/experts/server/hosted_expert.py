@@ -26,7 +26,7 @@ from torchweft.experts.discovery import Lease, Ownership
 from torchweft.experts.errors import ExpertError
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.hyperparameters import HyperparameterSettings, describe_changes, read_hyperparameters
-from torchweft.experts.optimizer_step import check_state
+from torchweft.experts.optimizer_state import check_state
 from torchweft.experts.replication import Replica
 from torchweft.experts.server.options import ServerOptions
 from torchweft.experts.wire import Header, Kind, Limits
@@ -124,7 +124,7 @@ class HostedExpert:
         for note in self.notes:
             _LOG.warning("expert %r: %s", backend.name, escape(note))
         if self.replica is not None:
-            self.replica.restored(token)
+            self.replica.state.confirm(token)
 
     def _load(self, found: Checkpoint, advice: str) -> tuple[list[str], int]:
         """Load state and keys of a checkpoint. Returns notes, and the token of its owner."""

@@ -25,21 +25,21 @@ class ServerOptions:
     """Options of a server. Every resource that an unknown client could exhaust is bounded.
 
     Args:
-    limits: of one frame. A longer one is rejected before its second part is read.
-    connections: streams at a time; a further one is rejected. One client, identified by its proven name or else its
-        host, can have half of them, but at least 64.
-    connection_calls, connection_bytes: requests and unsent answers of one stream. At the bound the server stops
-        reading this stream until answers have left.
-    total_bytes: memory of all streams: 512 KiB for each, incomplete frames, and tensors of requests whose answers have
-        not left. A call beyond it gets ``OverloadError`` before it is decoded, and a stream beyond it is rejected.
-        Calls of one client can take three quarters, and get ``QuotaError`` beyond that.
-    connection_age_seconds: how long a connection can last before its client must connect again, and its certificate
-        is checked again. Calls under way then have 30 s more.
-    longest_seconds: the largest deadline of a call, and the deadline of a call without one.
-    lease_seconds: how long the directory lists a server that does not renew. It renews three times as often.
-    checkpoint_seconds: between two rounds of saving the experts that have stepped.
-    drain_seconds: how long accepted work can take when the server ends. After that it fails.
-    lossy_restore: load a checkpoint into a module of a dtype with fewer digits, such as float32 into bfloat16.
+        limits: of one frame. A longer one is rejected before its second part is read.
+        connections: streams at a time; a further one is rejected. One client, identified by its proven name or else its
+            host, can have half of them, but at least 64.
+        connection_calls, connection_bytes: requests and unsent answers of one stream. At the bound the server stops
+            reading this stream until answers have left.
+        total_bytes: memory of all streams: 512 KiB for each, incomplete frames, and tensors of requests whose answers
+            have not left. A call beyond it gets ``OverloadError`` before it is decoded, and a stream beyond it is
+            rejected. Calls of one client can take three quarters, and get ``QuotaError`` beyond that.
+        connection_age_seconds: how long a connection can last before its client must connect again, and its certificate
+            is checked again. Calls under way then have 30 s more.
+        longest_seconds: the largest deadline of a call, and the deadline of a call without one.
+        lease_seconds: how long the directory lists a server that does not renew. It renews three times as often.
+        checkpoint_seconds: between two rounds of saving the experts that have stepped.
+        drain_seconds: how long accepted work can take when the server ends. After that it fails.
+        lossy_restore: load a checkpoint into a module of a dtype with fewer digits, such as float32 into bfloat16.
 
     Example:
         >>> from torchweft.experts.server import ServerOptions

@@ -32,14 +32,14 @@ from torchweft.experts.fork_guard import ForkGuard
 from torchweft.experts.replication import ReplicaOptions, ReplicationManager
 from torchweft.experts.server.auth import OPEN, Access, Audit, Caller
 from torchweft.experts.server.background import LEAST_SECONDS, BackgroundTasks, DeviceRuntimes, ServerLease
-from torchweft.experts.server.dispatcher import ObservedDispatcher, Reply, RequestDispatcher
-from torchweft.experts.server.grpc_server import GrpcServer
+from torchweft.experts.server.dispatcher import Reply, RequestDispatcher
+from torchweft.experts.server.grpc_server import GrpcHandlers, GrpcServer
 from torchweft.experts.server.hosted_expert import HostedExpert
 from torchweft.experts.server.operations import Loadable, Operations
 from torchweft.experts.server.options import ServerOptions, listen_faults
-from torchweft.experts.server.server_statistics import CheckpointStatistics, ServerStatistics
+from torchweft.experts.statistics import CheckpointStatistics, ServerStatistics
 from torchweft.experts.status_page.http import PanelOptions, StatusServer
-from torchweft.experts.telemetry import SpanObserver
+from torchweft.experts.telemetry import ServerSpans, SpanObserver
 from torchweft.experts.tls import ServerTls
 from torchweft.experts.wire import Received
 
@@ -130,7 +130,7 @@ class Server(metaclass=_ServerType):
         self._advertise, self._store = advertise, store
         self.audit = Audit()
         allowed = access, self.audit, self.options.longest_seconds
-        self._dispatcher = ObservedDispatcher(observer, *allowed) if observer else RequestDispatcher(*allowed)
+        self._dispatcher = RequestDispatcher(*allowed, spans=None if observer is None else ServerSpans(observer))
         self._background = BackgroundTasks()
         self._background.on_close(self._dispatcher.close)
         self._runtimes = DeviceRuntimes(self._background)
@@ -138,7 +138,8 @@ class Server(metaclass=_ServerType):
         self._replication = ReplicationManager(replicas, directory, self.options.limits)
         operations = Operations(self._dispatcher, self._replication, loadable, self.add, self.remove)
         streams = self._replication.leader_streams
-        self._grpc_server = GrpcServer(address, tls, self._dispatcher, self.options, self.status, streams, operations)
+        handlers = GrpcHandlers(self._dispatcher, self.options, self.status, streams, operations)
+        self._grpc_server = GrpcServer(address, tls, self.options, handlers)
         self._panel = None if panel is None else StatusServer(panel, self.status)
         self._lock = threading.RLock()  # of every change: start, add, remove, drain and shutdown
         self._state = _RunState()

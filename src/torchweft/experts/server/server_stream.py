@@ -18,20 +18,27 @@ A thousand streams within their bounds would still exhaust any machine. Therefor
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from torchweft.experts.errors import OverloadError, QuotaError
+from grpc import aio
+
+from torchweft.experts.errors import OverloadError, QuotaError, TruncatedError, WireError
 from torchweft.experts.server.auth import Caller
 from torchweft.experts.server.dispatcher import RequestDispatcher, error_call
 from torchweft.experts.server.options import ServerOptions
 from torchweft.experts.task import Results
-from torchweft.experts.wire import Call, Limits, Received, encode
+from torchweft.experts.wire import Call, Frame, Limits, Received, encode
 from torchweft.experts.wire.service import COALESCED
 
-Send = Callable[[bytes], Awaitable[Any]]
+_aio = cast("Any", aio)
+Read = Callable[[], Coroutine[Any, Any, Any]]  # the next message, None at the end
+Write = Callable[[bytes], Awaitable[Any]]
+_ROOM_SECONDS = 5.0  # that a frame in parts waits for room
+_PART_SECONDS = 30.0  # for its next part
 
 
 class ByteBudget:
@@ -102,6 +109,14 @@ class ByteBudget:
         return f"streams and running calls at this server take {self.streams + self.held} of {self.most} bytes"
 
 
+class NetworkLoop(asyncio.SelectorEventLoop):
+    # All asyncio servers of a process share gRPC's poller. It also delivers late events to loops that were closed, and
+    # an exception there would lose the events of the other servers.
+    def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
+        with suppress(RuntimeError):
+            return super().call_soon_threadsafe(*args, **options)
+
+
 class _Outbox:
     """Answers that wait for the writer of one stream. `add` is thread-safe; the loop of the constructor takes them."""
 
@@ -162,6 +177,7 @@ class ServerStream:
     ) -> None:
         self.caller = caller
         self.calls = self._held = 0
+        self.is_broken = False  # it has sent an invalid frame
         self._dispatcher, self._options, self._budget = dispatcher, options, budget
         self._outbox = _Outbox()
         self._room = asyncio.Event()
@@ -171,6 +187,19 @@ class ServerStream:
     @property
     def nbytes(self) -> int:
         return self._outbox.nbytes
+
+    async def serve(self, read: Read, write: Write) -> None:
+        """Answer the calls of all frames, until the client ends its side or sends an invalid frame."""
+        reader, writer = asyncio.create_task(self._read_calls(read)), asyncio.create_task(self.write_answers(write))
+        try:
+            await asyncio.wait([reader, writer], return_when=asyncio.FIRST_COMPLETED)
+            if reader.done() and reader.exception() is None:  # no more calls come: answer the rest
+                self.finish()
+                await writer
+        finally:
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
 
     def dispatch_call(self, call: Received) -> None:
         cost = sum(max(tensor.nbytes, tensor.decoded_bytes) for tensor in call.descriptors)
@@ -196,12 +225,51 @@ class ServerStream:
             self._room.clear()
             await self._room.wait()
 
-    async def write_answers(self, send: Send) -> None:
+    async def _read_calls(self, read: Read) -> None:
+        while True:
+            try:
+                calls = await self._read_frame(read)
+                if calls is None:
+                    return
+            except (WireError, OverloadError, QuotaError) as error:
+                self.is_broken = isinstance(error, WireError)
+                self.send(error_call(0, error))
+                return
+            while calls:  # popped, because every call refers to the memory of the whole frame
+                self.dispatch_call(calls.pop(0))
+            await self.wait_for_room()
+
+    async def _read_frame(self, read: Read) -> list[Received] | None:
+        """The calls of the next frame; None at the end of the stream. Raises as `decode`, and `ByteBudget.reserve`."""
+        part = await read()
+        if part is None:
+            return None
+        frame = Frame(part, self._options.limits)
+        if not frame.can_continue:
+            return frame.received()
+        # The whole frame is counted before its second part is read.
+        size, client = frame.body_bytes, self.caller.principal
+        await self._budget.reserve(size, client, _ROOM_SECONDS)
+        try:
+            async with asyncio.timeout(self._options.longest_seconds):
+                while frame.missing_bytes:
+                    part = await asyncio.wait_for(read(), _PART_SECONDS)
+                    if part is None:
+                        break
+                    frame.append(part)
+            return frame.received()  # raises if the client ended the stream within the frame
+        except TimeoutError:
+            raise TruncatedError(f"a frame of {size} bytes was not sent in time", reason="time") from None
+        finally:
+            # Released before the calls are admitted one by one. Nothing else runs in the loop between the two.
+            self._budget.release(size, client)
+
+    async def write_answers(self, write: Write) -> None:
         while not self._finishing or self.calls or self._outbox:
             await self._outbox.wait()
             while batch := self._outbox.next_batch(self._options.limits.calls):
                 for frame in _encode_frames([call for call, _ in batch], self._options.limits):
-                    await send(frame)
+                    await write(frame)
                 self._release_sent(batch)
 
     def finish(self) -> None:
@@ -238,3 +306,8 @@ def _encode_frames(calls: list[Call], limits: Limits) -> list[bytes]:
         if len(calls) == 1:
             return [encode([error_call(calls[0].header.call_id, error)], limits)]
         return [frame for call in calls for frame in _encode_frames([call], limits)]
+
+
+async def next_message(context: Any) -> Any:
+    message = await context.read()
+    return None if message is _aio.EOF else message

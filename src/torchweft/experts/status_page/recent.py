@@ -4,9 +4,10 @@ A monitoring system stores old values and computes rates itself. The reader of t
 since the start hides that a server of many days just became slow. So the panel keeps a sample of every 5 seconds.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+
+from torchweft.experts.statistics import count_expert, waiting_tasks
 
 WINDOW, PERIOD = 60.0, 5.0
 """Seconds that the counts cover at least, once the server is that old, and from one sample to the next."""
@@ -60,7 +61,7 @@ def _numbers(expert: Mapping[str, Any], counts: _Counts, seconds: float) -> list
     return [
         *(_short(counts[f"{kind}_batches"] / seconds) if seconds else None for kind in ("forward", "backward")),
         _short(1e3 * counts["answer_seconds"] / answered) if answered else None,
-        sum(pool["waiting_tasks"] for pool in pools),
+        waiting_tasks(expert),
         _short(max((pool["oldest_age"] for pool in pools), default=0.0)),
         *(counts["refused"], counts["failed"]),
     ]
@@ -69,21 +70,9 @@ def _numbers(expert: Mapping[str, Any], counts: _Counts, seconds: float) -> list
 def _counters(status: Mapping[str, Any]) -> dict[str, dict[str, _Counts]]:
     fields = ("busy", "seconds", "batches")
     return {
-        "experts": {name: _count(one) for name, one in status["experts"].items()},
+        "experts": {name: count_expert(one) for name, one in status["experts"].items()},
         "devices": {name: {field: one[field] for field in fields} for name, one in status["runtimes"].items()},
     }
-
-
-def _count(expert: Mapping[str, Any]) -> _Counts:
-    total: Counter[Any] = Counter({key: expert[key] for key in ("forward_batches", "backward_batches")})
-    total.update(refused=sum(expert["refused_gradients"].values()), failed=0)
-    for pool in expert["pools"].values():
-        # The task of a refused gradient fails for this reason. It counts once, as refused.
-        failed = sum(count for reason, count in pool["failed"].items() if reason != "gradient")
-        total.update(refused=sum(pool["refused"].values()), failed=failed + pool["expired"])
-        total.update({key: pool[key] for key in ("answered", "answer_seconds")})
-        total.update({f"batches of {size}": count for size, count in pool["merged"].items()})
-    return total
 
 
 def _growth(now: _Counts, before: _Counts) -> _Counts:

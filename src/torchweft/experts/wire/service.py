@@ -45,8 +45,7 @@ STATE = f"/{SERVICE}/State"
 
 # The server's first metadata on a stream: the largest frame that it accepts. The stream is open from then on.
 FRAME_BYTES = "torchweft-frame-bytes"
-AUTHORIZATION = "authorization"  # Metadata of a client: ``Bearer TOKEN``
-BEARER = "Bearer "
+AUTHORIZATION, BEARER = "authorization", "Bearer "  # Metadata of a client: ``Bearer TOKEN``
 
 # Approximate size up to which calls share a frame. In a larger frame, the wait for the others costs more than it saves.
 COALESCED = 1 << 17
@@ -55,6 +54,10 @@ Options = list[tuple[str, int | str]]
 
 _AGE_GRACE = 30.0  # seconds
 _ROOM = 1 << 16  # for gRPC's own framing, which our limits do not count
+
+
+def token_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    return () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
 
 
 def client_options(limits: Limits) -> Options:

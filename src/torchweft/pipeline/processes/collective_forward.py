@@ -27,18 +27,10 @@ from torchweft.pipeline.processes.links import Walk
 from torchweft.pipeline.processes.packing import pack, unpack
 from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.split.open_state import PLAIN
-from torchweft.pipeline.split.program import (
-    Program,
-    perform,
-)
+from torchweft.pipeline.split.program import Program, perform
 from torchweft.pipeline.split.provenance import Observed
 from torchweft.pipeline.split.record import ForwardRecorder
-from torchweft.pipeline.split.recording import (
-    SHAPES,
-    Instruction,
-    Owned,
-    Values,
-)
+from torchweft.pipeline.split.recording import SHAPES, Instruction, Owned, Values
 from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.weights import replaced_in
 

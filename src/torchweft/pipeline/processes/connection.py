@@ -271,9 +271,10 @@ class Connection:
         if text:
             self.received_shapes[header.slot] = decode_shape(text)
         shape = self.received_shapes[header.slot]
-        tensors = [torch.empty(leaf.dims, dtype=leaf.dtype) for leaf in shape.tensors if leaf.way != DEVICE_LANE]
+        of_host = [leaf for leaf in shape.tensors if leaf.way != DEVICE_LANE]
+        tensors = [torch.empty_strided(leaf.dims, leaf.strides, dtype=leaf.dtype) for leaf in of_host]
         works: list[Any] = []
-        for leaf, tensor in zip((leaf for leaf in shape.tensors if leaf.way != DEVICE_LANE), tensors, strict=True):
+        for leaf, tensor in zip(of_host, tensors, strict=True):
             # Posted at once, in the order of the headers: a lane pairs sends and receives by their order alone.
             if leaf.way == CPU_LANE:
                 works.append(self._ways.cpu_lane.receive(self.rank, tensor))

@@ -156,7 +156,7 @@ class DeviceLane:
 
     def _receive(self, rank: int, shape: TensorShape) -> Transfer:
         with self._streams.receiving():
-            tensor = torch.empty(shape.dims, dtype=shape.dtype, device=self._streams.device)
+            tensor = torch.empty_strided(shape.dims, shape.strides, dtype=shape.dtype, device=self._streams.device)
             transfer = Transfer(self._lane.receive(rank, tensor), tensor, rank)
         self._watched.put(transfer)
         return transfer

@@ -51,6 +51,7 @@ class TensorShape(NamedTuple):
 
     dtype: torch.dtype
     dims: tuple[int, ...]
+    strides: tuple[int, ...]
     requires_grad: bool
     way: int
     on_device: bool
@@ -104,8 +105,8 @@ def encode_control(kind: int, walk: int, content: Any) -> bytes:
 
 
 def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], list[torch.Tensor]]:
-    """The shape of a value, its plain leaves ready for JSON, and its tensors, contiguous and where their way starts.
-    Raises ``SpecError`` that names the first leaf that cannot be sent."""
+    """The shape of a value, its plain leaves ready for JSON, and its tensors, dense and where their way starts. Raises
+    ``SpecError`` that names the first leaf that cannot be sent."""
     gradients = cast("list[Any]", value) if type(value) is list else []
     if len(gradients) == 1 and type(gradients[0]) is torch.Tensor:
         leaves, structure = gradients, _LIST_OF_ONE  # those of most values; pytree would take 30 us
@@ -125,7 +126,8 @@ def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], lis
             if tensor.numel():
                 way = DEVICE_LANE if on_device and device_lane else CPU_LANE if tensor.nbytes > left else FRAME
             left -= tensor.nbytes if way == FRAME else 0
-            shapes.append(TensorShape(tensor.dtype, tuple(tensor.shape), leaf.requires_grad, way, on_device))
+            dims, strides = tuple(tensor.shape), tensor.stride()
+            shapes.append(TensorShape(tensor.dtype, dims, strides, leaf.requires_grad, way, on_device))
             tensors.append(tensor)
         else:
             kind = cast("type[Any]", type(leaf))
@@ -146,7 +148,19 @@ def _sendable(tensor: torch.Tensor, structure: Structure, place: int) -> torch.T
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
         raise _rejection(structure, place, f"a tensor that is {kind}")
     # The bytes of a lazily conjugated or negated view are those of its base.
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    # Strides decide the order of sums in the next stage, so they are kept, except for gaps and overlaps.
+    return plain if plain.is_contiguous() or _is_dense(plain.shape, plain.stride()) else plain.clone()
+
+
+def _is_dense(dims: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill a range of memory, in any order of the dimensions."""
+    length = 1
+    for stride, size in sorted(zip(strides, dims, strict=True)):
+        if size != 1 and stride != length:
+            return False
+        length *= size
+    return True
 
 
 def _rejection(structure: Structure, place: int, seen: str) -> SpecError:
@@ -160,9 +174,6 @@ def _rejection(structure: Structure, place: int, seen: str) -> SpecError:
 class SentShapes:
     def __init__(self) -> None:
         self._slots: dict[Shape, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
     def find(self, shape: Shape) -> tuple[int, bytes]:
         """The slot of a shape, and its text if the other end does not know it."""
@@ -180,14 +191,17 @@ class SentShapes:
 
 def decode_shape(text: bytes) -> Shape:
     plain, leaves = json.loads(text)
-    shapes = [leaf and TensorShape(_DTYPES[leaf[0]], tuple(leaf[1]), *leaf[2:]) for leaf in leaves]
+    shapes = [leaf and TensorShape(_DTYPES[leaf[0]], tuple(leaf[1]), tuple(leaf[2]), *leaf[3:]) for leaf in leaves]
+    # The bytes of a tensor with overlaps would not fit into its memory.
+    if not all(leaf is None or 0 in leaf.dims or _is_dense(leaf.dims, leaf.strides) for leaf in shapes):
+        raise ValueError(f"a tensor that is not dense: {text!r:.200}")
     structure = from_plain(plain, classes=True)
     # `unflatten` and `join_value` recognize common structures by identity.
     return Shape({LEAF: LEAF, _LIST_OF_ONE: _LIST_OF_ONE}.get(structure, structure), tuple(shapes))
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """The writable memory of a contiguous CPU tensor, which must not be empty."""
+    """The writable memory of a dense CPU tensor, which must not be empty."""
     return (c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 

@@ -19,7 +19,8 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
+from types import SimpleNamespace
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -33,6 +34,7 @@ from torch.optim import Optimizer
 
 from torchweft.core.errors import UsageError
 from torchweft.core.pytree import flatten, unflatten
+from torchweft.pipeline.checks import shards
 from torchweft.pipeline.processes.norm import norm_over_ranks
 from torchweft.pipeline.processes.whole_optimizer import RankLayout, WholeOptimizer
 from torchweft.pipeline.weights import unwrap_module
@@ -42,12 +44,12 @@ _pipes: WeakSet[nn.Module] = WeakSet()  # those of this process that have a grou
 _optimizers: WeakKeyDictionary[Optimizer, WholeOptimizer] = WeakKeyDictionary()
 _loaders: WeakSet[Any] = WeakSet()  # those with the rows of a replica
 _saving: WeakSet[nn.Module] = WeakSet()  # pipes within save_pretrained()
+_averaged: WeakSet[nn.Module] = WeakSet()  # pipes within DistributedDataParallel
 
 
 def connect(pipe: nn.Module) -> None:
     """Let the libraries that were imported know that the ranks of this pipe are one replica."""
-    if not _pipes:
-        _reject_wrong_replicas()
+    _watch_replicas()
     _pipes.add(pipe)
     extend_libraries()
     model = pipe.__dict__.get("module", pipe)
@@ -92,19 +94,11 @@ class Replicas:
         return ("dp_replicate", "tp", "dp") if self.count > 1 else ("dp_replicate", "tp")
 
     def __getitem__(self, name: str) -> Any:
-        return _MeshDimension(self.ranks if name == "tp" else self.count)
+        return SimpleNamespace(size=lambda: self.ranks if name == "tp" else self.count)
 
     def firsts(self, gathered: Tensor) -> Tensor:
         """Of rows that were gathered from all processes, those of the first rank of each replica."""
         return torch.cat(gathered.chunk(self.count * self.ranks)[:: self.ranks])
-
-
-@dataclass(frozen=True)
-class _MeshDimension:
-    length: int
-
-    def size(self) -> int:
-        return self.length
 
 
 def replicas_here() -> Replicas | None:
@@ -166,8 +160,15 @@ def _pipe_of(parameters: Iterable[Any]) -> nn.Module | None:
     return None
 
 
-def _reject_wrong_replicas() -> None:
-    """Let DistributedDataParallel raise if its group has several ranks of one pipe."""
+def has_replicas(pipe: Callable[[], nn.Module | None]) -> bool:
+    """Whether DistributedDataParallel or FSDP2 averages the gradients of a pipe with those of replicas."""
+    module = pipe()
+    return module is not None and (module in _averaged or shards(module))
+
+
+@cache  # one hook per process
+def _watch_replicas() -> None:
+    """Note the pipes in DistributedDataParallel. Let it raise if its group has several ranks of one pipe."""
 
     def check(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if not isinstance(module, DistributedDataParallel) or submodule is None:
@@ -183,6 +184,7 @@ def _reject_wrong_replicas() -> None:
                     "; give it process_group=, the ranks that have the same stage in all replicas. To let accelerate "
                     "prepare the Pipe, import it before the Pipe is made"
                 )
+            _averaged.add(pipe)
 
     register_module_module_registration_hook(cast(Any, check))
 

@@ -77,11 +77,11 @@ class Lane:
         return self._post("recv", tensor, rank, self.rank > rank)
 
     def _post(self, action: str, tensor: torch.Tensor, rank: int, up: bool) -> Any:
-        lane = int(not up)
+        lane, flat = int(not up), tensor.as_strided((tensor.numel(),), (1,))  # the memory of a dense tensor
         # A lock per direction: the order of posts is the only thing that pairs a send with its receive. As bytes,
         # because gloo and NCCL do not know every dtype.
         with self._locks[lane]:
-            return getattr(self._backends[lane], action)([tensor.view(-1).view(torch.uint8)], rank, 0)
+            return getattr(self._backends[lane], action)([flat.view(torch.uint8)], rank, 0)
 
     def abort(self) -> None:
         for backend in self._backends:

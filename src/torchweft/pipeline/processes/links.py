@@ -117,9 +117,6 @@ class WalkTable:
         self.lost: dict[int, str] = {}  # ranks that are gone, with the reason
         self.parted: set[int] = set()  # ranks that have left in peace
 
-    def __len__(self) -> int:
-        return len(self._inboxes)
-
     def open(self) -> tuple[int, WalkInbox]:
         """The number and the inbox of the next walk. It has failed already if a rank is lost."""
         with self._lock:

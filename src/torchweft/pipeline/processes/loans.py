@@ -11,11 +11,13 @@ of autograd returns, so that the parameter gets one gradient per step, as in a s
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from torchweft.core.errors import SplitError
 from torchweft.core.segment import MicroBatchContext
 from torchweft.pipeline.processes.links import Walk
 from torchweft.pipeline.stage import ModuleScan, Skip, Stage
@@ -24,28 +26,35 @@ from torchweft.pipeline.weights import Slot, replaced_in
 _LENT, _RETURNED = -3, -4  # routes of addresses; those of values are numbered from 0
 
 
+class Place(NamedTuple):
+    """A slot of a parameter, and the names in the model of what belongs there: on the owner all names."""
+
+    slot: Slot
+    names: Sequence[str]
+
+
 class Loan(NamedTuple):
-    """One parameter that one rank lends to another, by its name at its first user. `slot` is set on the owner."""
+    """One parameter that one rank lends to another, by its name at its first user. `place` is set on the owner."""
 
     number: int
     owner: int
     borrower: int
-    slot: Slot | None
+    place: Place | None
     trainable: bool
     name: str
 
     @property
     def parameter(self) -> nn.Parameter | None:
         """On the owner the parameter, as it is now: another object after `Pipe.materialize`."""
-        return None if self.slot is None else cast(nn.Parameter, self.slot[0][self.slot[1]])
+        return None if self.place is None else cast(nn.Parameter, self.place.slot[0][self.place.slot[1]])
 
 
 class Loans:
     """The loans of all ranks, as one of them sees them. `loans` have the same order on all ranks, which makes sends and
-    receives match. `slots` are the places for copies on this rank by stage, each with the number of its loan."""
+    receives match. `places` are those for copies on this rank by stage, each with the number of its loan."""
 
-    def __init__(self, loans: Sequence[Loan], slots: Mapping[int, Sequence[tuple[int, Slot]]], rank: int) -> None:
-        self._loans, self.slots, self._rank = loans, slots, rank
+    def __init__(self, loans: Sequence[Loan], places: Mapping[int, Sequence[tuple[int, Place]]], rank: int) -> None:
+        self._loans, self.places, self._rank = loans, places, rank
         # Compared at every step. A copy is found by its number, so other numbers would give a stage another parameter.
         facts = [(loan.number, loan.owner, loan.borrower, loan.trainable, loan.name) for loan in loans]
         self.digest = f"{len(facts)} ({hashlib.sha256(repr(facts).encode()).hexdigest()[:12]})"
@@ -55,16 +64,29 @@ class Loans:
         return list({id(x): x for loan in self._loans if (x := loan.parameter) is not None}.values())
 
     def exchange_copies(self, walk: Walk) -> dict[int, Tensor]:
-        """Send copies of the parameters that this rank lends. Returns those that it borrows, by number of the loan."""
+        """Send copies of the parameters that this rank lends. Returns those that it borrows, by number of the loan.
+        Raises SplitError if a stage would read another parameter than its owner lent."""
         # All sends come before the first receive. Two ranks that borrow from each other would otherwise both wait.
         for loan in self._loans:
-            if loan.parameter is not None:
-                walk.send(loan.borrower, (_LENT, 0, loan.number), loan.parameter.detach())
-        return {
-            loan.number: nn.Parameter(walk.receive((_LENT, 0, loan.number), loan.owner), loan.trainable)
-            for loan in self._loans
-            if loan.borrower == self._rank
-        }
+            if loan.place is not None and loan.parameter is not None:
+                # With its names, because a number shows the plan, and not what is lent.
+                walk.send(loan.borrower, (_LENT, 0, loan.number), [*loan.place.names, loan.parameter.detach()])
+        copies: dict[int, Tensor] = {}
+        for loan in self._loans:
+            if loan.borrower == self._rank:
+                *names, copy = walk.receive((_LENT, 0, loan.number), loan.owner)
+                self._reject_other_names(loan, names)
+                copies[loan.number] = nn.Parameter(copy, loan.trainable)
+        return copies
+
+    def _reject_other_names(self, loan: Loan, names: Sequence[str]) -> None:
+        for number, place in chain.from_iterable(self.places.values()):
+            if number == loan.number and place.names[0] not in names:
+                raise SplitError(
+                    f"a stage of rank {loan.borrower} of the group reads {place.names[0]}, but rank {loan.owner} lent "
+                    f"{' or '.join(names)} for it. This is a fault of torchweft: please report it, and let the stages "
+                    "that use these parameters be on one rank until then"
+                )
 
     def return_gradients(
         self, walk: Walk, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
@@ -86,18 +108,18 @@ class Loans:
 
 
 class BorrowingStage(Stage):
-    _slots: Sequence[tuple[int, Slot]] = ()
+    _places: Sequence[tuple[int, Place]] = ()
     # Of the step that is about to begin. A scan needs them before the first context of the step exists.
     _next_copies: Mapping[int, Tensor] = MappingProxyType({})
 
-    def set_slots(self, slots: Sequence[tuple[int, Slot]]) -> None:
-        self._slots = slots
+    def set_places(self, places: Sequence[tuple[int, Place]]) -> None:
+        self._places = places
 
     def set_copies(self, copies: Mapping[int, Tensor]) -> None:
         self._next_copies = copies
 
     def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
-        if not self._slots:
+        if not self._places:
             return super().run(context, main, skips)
         # From the context, because a recomputation needs the copies of its own step, not of the latest one.
         with self._with_copies(context.borrowed):
@@ -108,4 +130,4 @@ class BorrowingStage(Stage):
             return super().scan()
 
     def _with_copies(self, copies: Mapping[int, Tensor]) -> AbstractContextManager[None]:
-        return replaced_in((slot, copies[number]) for number, slot in self._slots)
+        return replaced_in((place.slot, copies[number]) for number, place in self._places)

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 
 from torchweft.core.errors import SpecError, join_faults
-from torchweft.pipeline.processes.loans import Loan, Loans
+from torchweft.pipeline.processes.loans import Loan, Loans, Place
 from torchweft.pipeline.weights import Slot, tables_of, typed_like
 
 Layers = Sequence[Sequence[tuple[str, nn.Module]]]  # the modules of every stage, by name
@@ -35,13 +35,7 @@ def find_uses(layers: Layers) -> Iterator[Use]:
                 for table in tables_of(module):
                     for key, tensor in table.items():
                         if tensor is not None:
-                            yield Use(stage, f"{path}.{key}", module, (table, key), tensor)
-
-
-def first_users(uses: Iterable[Use], workers: Sequence[int]) -> dict[int, int]:
-    """By the id() of each tensor, the rank of the first stage that uses it. `workers` gives the rank of each stage."""
-    # Reversed, so that the first use counts.
-    return {id(use.tensor): workers[use.stage] for use in reversed([*uses])}
+                            yield Use(stage, f"{path}.{key}".removeprefix("."), module, (table, key), tensor)
 
 
 class HiddenTensors:
@@ -102,15 +96,25 @@ def placeholder_of(tensor: Tensor) -> Tensor:
 
 
 def plan_loans(
-    uses: Iterable[Use], owners: Mapping[int, int], workers: Sequence[int], rank: int, model_slots: Mapping[int, Slot]
+    uses: Iterable[Use],
+    owners: Mapping[int, int],
+    workers: Sequence[int],
+    rank: int,
+    layers: Sequence[tuple[str, nn.Module]],
 ) -> Loans:
-    """The loans of all ranks, in an order that is the same on all of them, and the slots of this rank for copies.
-    `model_slots` gives the slot of each parameter in the model, by its id()."""
+    """The loans of all ranks, in an order that is the same on all of them, and the places of this rank for copies.
+    `layers` are the whole model, by name."""
+    names: dict[int, list[str]] = {}
+    for prefix, layer in layers:
+        for name, parameter in layer.named_parameters(prefix=prefix, remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+    # Slots of the model, because the code between blocks has tables of its own, which are filled at each scan.
+    slots_of_model = {id(use.tensor): use.slot for use in reversed([*find_uses([layers])])}
     loans: list[Loan] = []
     # One loan per parameter and borrower, even if several modules or stages there use the parameter: the borrower sums
     # their gradients into one, as a single process does.
     numbers: dict[tuple[int, int], int] = {}
-    slots: dict[int, list[tuple[int, Slot]]] = {}
+    places: dict[int, list[tuple[int, Place]]] = {}
     for use in uses:
         owner, borrower = owners[id(use.tensor)], workers[use.stage]
         if owner == borrower or not isinstance(use.tensor, nn.Parameter):
@@ -118,11 +122,12 @@ def plan_loans(
         number = numbers.setdefault((id(use.tensor), borrower), len(loans))
         if number == len(loans):
             # The slot and not the parameter, because materialize() replaces parameters by new objects.
-            lent = model_slots[id(use.tensor)] if owner == rank else None
+            key = id(use.tensor)
+            lent = Place(slots_of_model[key], names[key]) if owner == rank else None
             loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad, use.name))
         if borrower == rank:
-            slots.setdefault(use.stage, []).append((number, use.slot))
-    return Loans(loans, slots, rank)
+            places.setdefault(use.stage, []).append((number, Place(use.slot, [use.name])))
+    return Loans(loans, places, rank)
 
 
 def reject_shared(uses: Iterable[tuple[int, str, int]], workers: Sequence[int], headline: str) -> None:

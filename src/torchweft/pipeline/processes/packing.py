@@ -1,12 +1,11 @@
-"""Nested values as messages that keep the identity and the strides of tensors.
+"""Nested values as messages that keep the identity of tensors.
 
     tensors of `known`               their number, because the receiver has them, or placeholders for them
     one tensor in several places     sent once
-    other tensors                    a copy, and its strides
+    other tensors                    a copy, with its strides
 
-`Walk.send` alone makes every tensor contiguous. Code between blocks can depend on strides (``x.mT.view(...)``), and
-ranks would then record different programs. Memory that two results share is not kept. If a write through one of them
-changes the program, the programs of the ranks differ, which is an error.
+Memory that two results share is not kept. If a write through one of them changes the program, the programs of the ranks
+differ, which is an error.
 """
 
 import json
@@ -30,17 +29,16 @@ def pack(value: Any, known: Sequence[Any] = ()) -> Any:
             copies.append(leaf.detach().clone().requires_grad_(leaf.requires_grad))
             numbers[id(leaf)] = -len(copies)
     places = [numbers[id(leaf)] if isinstance(leaf, Tensor) else None for leaf in leaves]
-    strides = [x.stride() if x.layout is torch.strided else () for x in copies]
-    about = json.dumps([to_plain(structure, classes=True), places, strides])
+    about = json.dumps([to_plain(structure, classes=True), places])
     return [about, [leaf for leaf in leaves if not isinstance(leaf, Tensor)], copies]
 
 
 def unpack(message: Any, device: torch.device, known: Sequence[Any] = ()) -> Any:
     """The inverse of `pack`. The result has the `known` tensors of this process, and its `device`."""
     about, plain, copies = cast("tuple[str, list[Any], list[Tensor]]", message)
-    structure, places, strides = json.loads(about)
+    structure, places = json.loads(about)
     # Copied with a graph, because the result of a call is not a leaf, and code between blocks can write into it.
-    tensors = [x.new_empty_strided(x.shape, stride).copy_(x) for x, stride in zip(copies, strides, strict=True)]
+    tensors = [x.clone() for x in copies]
     others = iter(device if isinstance(leaf, torch.device) and leaf.type == device.type else leaf for leaf in plain)
     leaves = [
         next(others) if place is None else cast(Tensor, known[place]) if place >= 0 else tensors[-1 - place]

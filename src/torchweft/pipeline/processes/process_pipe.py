@@ -4,8 +4,10 @@ Every rank of the group runs the same script, as under `torchrun`. Worker k of t
 A launcher of our own, with a driver process and workers, would need the model and the data in a form that can be sent.
 """
 
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,16 +27,9 @@ from torchweft.pipeline.processes import hugging_face
 from torchweft.pipeline.processes.gathering import GATHERED, receive_tensors, reject_sharded, send_tensors
 from torchweft.pipeline.processes.links import Links, Walk
 from torchweft.pipeline.processes.loans import BorrowingStage, Loans
-from torchweft.pipeline.processes.ownership import (
-    HiddenTensors,
-    find_uses,
-    first_users,
-    placeholder_of,
-    plan_loans,
-    reject_shared,
-)
-from torchweft.pipeline.processes.process_runtime import Placement, ProcessRuntime
-from torchweft.pipeline.processes.rank_executor import Channel
+from torchweft.pipeline.processes.ownership import HiddenTensors, find_uses, placeholder_of, plan_loans, reject_shared
+from torchweft.pipeline.processes.process_runtime import ProcessRuntime
+from torchweft.pipeline.processes.rank_executor import Channel, Placement
 from torchweft.pipeline.processes.transfer_order import check_transfers
 from torchweft.pipeline.schedule import build
 from torchweft.pipeline.sequential import Cuts, FixedSettings, LayoutArguments, PipeLayout, PipeSettings
@@ -133,10 +128,12 @@ class GroupLayout(PipeLayout):
         stages, size = len(settings.balance), self.group.size()
         table = build(settings.schedule, stages, settings.chunks)
         if len(table.workers) != size:
+            enough = self._cut_setting == "split" or sum(settings.balance) >= size
+            remedy = f"make {size} stages by {self._cut_setting}=" if enough else f"give the model {size} layers"
             raise ScheduleError(
                 f"the schedule has {len(table.workers)} workers for {stages} stages, but the group has {size} ranks, "
                 f"one per worker; start {len(table.workers)} ranks (torchrun --nproc-per-node {len(table.workers)} on "
-                f"one machine), or make {size} stages by {self._cut_setting}=, or change schedule="
+                f"one machine), or {remedy}, or change schedule="
             )
         check_transfers(table)
         return table.worker_of
@@ -161,14 +158,10 @@ class GroupLayout(PipeLayout):
             raise
 
     def _tell(self, error: BaseException) -> None:
-        channel = self._channel
-        if channel is None:
-            if not self._told and self._handle.is_known:
-                Links.fail_to_connect(self.group, error)
-        elif channel.is_open:
-            channel.fail(error)
-        elif not channel.failed:
-            channel.fail_next(error)
+        if self._channel is not None:
+            self._channel.tell(error)
+        elif not self._told and self._handle.is_known:
+            Links.fail_to_connect(self.group, error)
         self._told = True
 
     def lost_ranks(self) -> list[str]:
@@ -194,10 +187,12 @@ class GroupLayout(PipeLayout):
         self._reject_new_cuts(settings)
         stages, crossing = self.stages(settings, layers)
         loans = self._planned_loans(settings)
-        for number, slots in loans.slots.items():
-            cast(BorrowingStage, stages[number]).set_slots(slots)
-        placement = Placement(self._connect(), self._stage_ranks, loans, settings.output == "all", self._checks_batches)
-        options = settings.checkpoint, "serial", *self._fixed.of_runtime
+        for number, places in loans.places.items():
+            cast(BorrowingStage, stages[number]).set_places(places)
+        replicas = partial(hugging_face.has_replicas, weakref.ref(cast(nn.Module, settings)))
+        shared = settings.output == "all"
+        placement = Placement(self._connect(), self._stage_ranks, loans, shared, self._checks_batches, replicas)
+        options = settings.checkpoint, "serial", *self._fixed.of_runtime(mixed=not allows_external_loss)
         return ProcessRuntime(placement, stages, crossing, *options, allows_external_loss=allows_external_loss)
 
     def _planned_loans(self, settings: PipeSettings) -> Loans:
@@ -318,8 +313,8 @@ class ProcessLayout(GroupLayout):
         buffers = (use for use in uses if not isinstance(use.tensor, nn.Parameter))
         shared = ((id(use.tensor), use.name.rpartition(".")[0], use.stage) for use in buffers)
         reject_shared(shared, workers, headline)
-        owners = first_users(uses, workers)
-        self._loans = plan_loans(uses, owners, workers, rank, {id(use.tensor): use.slot for use in reversed(uses)})
+        owners = {id(use.tensor): workers[use.stage] for use in reversed(uses)}  # the first use counts
+        self._loans = plan_loans(uses, owners, workers, rank, layers)
         self._hidden = HiddenTensors(uses, owners, rank, placeholder_of)
         for _, layer in layers:
             if not on_meta(layer):

@@ -11,7 +11,7 @@ comparison, a rank that calls the pipe in another way would wait for messages th
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,34 +25,13 @@ from torchweft.core.timing import LateNumber
 from torchweft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
 from torchweft.pipeline.pipe_runtime import PipeCall, PipeRuntime
 from torchweft.pipeline.pipeline_plan import PipelinePlan
-from torchweft.pipeline.processes.given_batch import (
-    CheckTurns,
-    GivenBatch,
-    describe_modes,
-    list_entries,
-    share_entries,
-)
-from torchweft.pipeline.processes.loans import BorrowingStage, Loans
-from torchweft.pipeline.processes.rank_executor import Channel, ProcessExecutor, ResultRoute
+from torchweft.pipeline.processes.given_batch import CheckTurns, GivenBatch, describe_modes, list_entries, share_entries
+from torchweft.pipeline.processes.loans import BorrowingStage
+from torchweft.pipeline.processes.rank_executor import Placement, ProcessExecutor, ResultRoute
 from torchweft.pipeline.stage import ModuleScan, Stage
 from torchweft.pipeline.step import Agreement
 
 _TERMS = (-2, 0, 0)
-
-
-class Placement(NamedTuple):
-    """The channel of this rank, the rank of each stage, the loans, whether all ranks get the output, and whether they
-    compare their mini-batches."""
-
-    channel: Channel
-    workers: Sequence[int]
-    loans: Loans
-    shares_output: bool
-    checks_batches: bool
-
-    @property
-    def rank(self) -> int:
-        return self.channel.links.rank
 
 
 class RemoteOutput(JoinedOutput):
@@ -93,7 +72,7 @@ class ProcessRuntime(PipeRuntime):
         if (with_loss, shared) not in self._rank_plans:
             plan, placement = super().plan(layout, with_loss), self._placement
             route = ResultRoute(plan.entry_points.result, plan.entry_points.source, shared=shared)
-            executor = ProcessExecutor(placement.channel, plan.wiring, route, placement.loans)
+            executor = ProcessExecutor(placement, plan.wiring, route)
             self._rank_plans[with_loss, shared] = replace(plan, executor=executor)
         return self._rank_plans[with_loss, shared]
 

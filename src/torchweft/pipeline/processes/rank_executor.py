@@ -9,7 +9,8 @@ walk together: all of them return, or all of them raise.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torchweft.core.context import ExecutionContext
 from torchweft.core.pytree import flatten
 from torchweft.core.timing import LateNumber
+from torchweft.core.torch_internals import queue_callback
 from torchweft.pipeline.executor import LocalQueue, Outboxes, Perform, Report, SerialExecutor, working
 from torchweft.pipeline.processes.given_batch import EntryGradients
 from torchweft.pipeline.processes.links import Links, Walk
@@ -34,6 +36,7 @@ class Channel:
         self.links = links
         self.failed = False  # whether the last walk failed
         self._walk: Walk | None = None
+        self._late_end: weakref.ref[LateEnd] | None = None
 
     @property
     def walk(self) -> Walk:
@@ -41,6 +44,9 @@ class Channel:
         return self._walk
 
     def open(self, what: str) -> None:
+        # One backward can have several walks, of several calls of the pipe.
+        if (late := self._late_end and self._late_end()) is not None:
+            late.run()
         if self._walk is None:
             self._walk, self.failed = self.links.open_walk(what), False
 
@@ -50,18 +56,58 @@ class Channel:
             walk.fail(error)
             self.failed = True
 
-    def fail_next(self, error: BaseException) -> None:
-        """Fail the walk that the other ranks will open, or have opened already, while this rank has none."""
-        self._walk = self.links.open_unnamed_walk()
+    def tell(self, error: BaseException) -> None:
+        """Fail the open walk, or the one that the other ranks will open, or have opened, while this rank has none."""
+        if self._walk is None and not self.failed:
+            self._walk = self.links.open_unnamed_walk()
         self.fail(error)
-
-    @property
-    def is_open(self) -> bool:
-        return self._walk is not None
 
     def end(self) -> Walk | None:
         walk, self._walk = self._walk, None
         return walk
+
+    def end_late(self, commit: Callable[[], object]) -> None:
+        """End the open walk at the end of the backward in which this is called, or before the next walk."""
+        self._late_end = weakref.ref(LateEnd(self, commit))
+
+
+class LateEnd:
+    """The end of a walk, after autograd has handed out the gradients of this rank. So their reduction over replicas
+    begins while other ranks of the pipe still compute. Only the engine of autograd has a reference."""
+
+    def __init__(self, channel: Channel, commit: Callable[[], object]) -> None:
+        self._channel, self._commit = channel, commit
+        queue_callback(self._move_back)
+
+    def _move_back(self) -> None:
+        # Behind the waits of reductions, which were queued later. After a failed walk, these are complete too.
+        queue_callback(self.run)
+
+    def run(self) -> None:
+        commit, self._commit = self._commit, None
+        if commit is not None:
+            commit()
+
+    def __del__(self) -> None:
+        # The engine drops its callbacks without a call if a later node of the backward failed.
+        if self._commit is not None:
+            self._channel.fail(RuntimeError("the backward failed after the stages of this rank had ended"))
+
+
+class Placement(NamedTuple):
+    """The channel of this rank, the rank of each stage, the loans, whether all ranks get the output, whether they
+    compare their mini-batches, and whether gradients are averaged with those of replicas."""
+
+    channel: Channel
+    workers: Sequence[int]
+    loans: Loans
+    shares_output: bool
+    checks_batches: bool
+    has_replicas: Callable[[], bool]
+
+    @property
+    def rank(self) -> int:
+        return self.channel.links.rank
 
 
 class ResultRoute(NamedTuple):
@@ -75,8 +121,8 @@ class ResultRoute(NamedTuple):
 class ProcessExecutor(SerialExecutor):
     """Runs one row of a schedule. The row of worker k belongs to rank k of the group."""
 
-    def __init__(self, channel: Channel, wiring: Wiring, results: ResultRoute, loans: Loans) -> None:
-        self._channel, self._wiring, self._results, self._loans = channel, wiring, results, loans
+    def __init__(self, placement: Placement, wiring: Wiring, results: ResultRoute) -> None:
+        self._placement, self._channel, self._wiring, self._results = placement, placement.channel, wiring, results
         self._late = LateNumber()
         self._warned = False
 
@@ -147,7 +193,7 @@ class ProcessExecutor(SerialExecutor):
     def exchange_gradients(
         self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
     ) -> dict[int, dict[int, Tensor]]:
-        return self._loans.return_gradients(self._channel.walk, borrowed, by_worker)
+        return self._placement.loans.return_gradients(self._channel.walk, borrowed, by_worker)
 
     def share_entry_gradients(self, entries: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """See `SerialExecutor.share_entry_gradients`, for `EntryGradients`."""
@@ -169,6 +215,14 @@ class ProcessExecutor(SerialExecutor):
         # Late on all ranks or on none, or they would compare numbers of different steps.
         late = self._channel.links.ways.device_lane is not None
         return self._late.exchange(number) if late else number.item()
+
+    def end_backward(self, commit: Callable[[], object]) -> None:
+        """See `SerialExecutor.end_backward`. Late with replicas only: if another rank fails, all ranks raise, but some
+        have added their gradients."""
+        if self._placement.has_replicas():
+            self._channel.end_late(commit)
+        else:
+            commit()
 
     def commit(self, report: Report) -> list[Report]:
         """See `SerialExecutor.commit`. A report is None, a string, or a named tuple of plain values."""

@@ -32,7 +32,7 @@ from torchweft.pipeline.processes.tail_exchange import StopForward, TailExchange
 from torchweft.pipeline.split.expected import TailNeedsMore
 from torchweft.pipeline.split.model_programs import FollowedRecording, SplitModel, StepChoice
 from torchweft.pipeline.split.open_state import PLAIN
-from torchweft.pipeline.split.program import Copies, Program, SplitCall, SplitStage, StepPrograms
+from torchweft.pipeline.split.program import Copies, InterBlockParameters, Program, SplitCall, SplitStage, StepPrograms
 from torchweft.pipeline.split.program_cache import PROGRAMS, Trials
 from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.recording import Reads, RecordedValue
@@ -368,16 +368,19 @@ class ProcessSplitModel(SplitModel):
         hidden.keep_buffers(module for blocks in local for block in blocks for module in block.modules())
         with hidden.placeholders():
             stages, crossing = super().stages()
-            uses = list(find_uses([stage.layers for stage in stages]))
+            # Without a prefix for the code between blocks, whose tables have names of the model.
+            layers = [
+                [("" if isinstance(layer, InterBlockParameters) else name, layer) for name, layer in stage.layers]
+                for stage in stages
+            ]
+            uses = list(find_uses(layers))
             self._reject_shared_buffers(uses)
-            # Slots of the model, because the code between blocks has tables of its own, which are filled at each scan.
-            model_slots = {id(use.tensor): use.slot for use in find_uses([[("", self.model)]])}
-            self.loans = plan_loans(uses, self._current_owners(), workers, rank, model_slots)
+            self.loans = plan_loans(uses, self._current_owners(), workers, rank, [("", self.model)])
         for stage in cast("list[ProcessSplitStage]", stages):
             stage.set_programs(self._by_number)
-        for slots in self.loans.slots.values():
-            for _, (table, key) in slots:  # tables of the code between blocks still have the placeholders
-                table[key] = None
+        for _, place in chain.from_iterable(self.loans.places.values()):
+            table, key = place.slot
+            table[key] = None  # tables of the code between blocks still have the placeholders
         return stages, crossing
 
 

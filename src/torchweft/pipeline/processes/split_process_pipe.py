@@ -24,9 +24,7 @@ from torchweft.pipeline.sequential import CurrentRuntime, MakePipe, PipeSettings
 from torchweft.pipeline.split.auto import Arguments
 from torchweft.pipeline.split.isolation import place_tensor
 from torchweft.pipeline.split.model_programs import SplitModel
-from torchweft.pipeline.split.program import (
-    Program,
-)
+from torchweft.pipeline.split.program import Program
 from torchweft.pipeline.split.split_pipe import SplitLayout, split_of
 from torchweft.pipeline.weights import map_tensors
 
@@ -86,7 +84,7 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
     def _new_model(self, settings: PipeSettings) -> SplitModel:
         self._reject_new_cuts(settings)
         fixed = self._fixed
-        options = self._model, split_of(settings), settings.devices, fixed.dims, fixed.number_reduction
+        options = self._model, split_of(settings), settings.devices, fixed.dims
         return ProcessSplitModel(self._placement, *options, latest=self._sampled)
 
     def run_step(self, settings: PipeSettings, current_runtime: CurrentRuntime, *call: Any) -> Any:

@@ -17,11 +17,7 @@ from torchweft.pipeline.config import (
     keeps_axes,
     reject_several_axes,
 )
-from torchweft.pipeline.split.recording import (
-    Instruction,
-    RecordedValue,
-    Recording,
-)
+from torchweft.pipeline.split.recording import Instruction, RecordedValue, Recording
 
 _KEEP_AXES = {  # names of torch functions
     *("add", "sub", "mul", "div", "relu", "gelu", "silu", "tanh", "sigmoid", "softmax", "dropout"),

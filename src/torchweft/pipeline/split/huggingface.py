@@ -18,6 +18,9 @@ from torch import nn
 
 from torchweft.core.errors import UsageError
 
+# The argument by which models divide the sum of the losses of tokens, so that parts of a batch can be added.
+COUNT = "num_items_in_batch"
+
 
 def forward_like(function: Callable[..., Any], kind: type[nn.Module]) -> Callable[..., Any]:
     """A copy of `function`, the forward of a pipe, that has the signature of the forward of this class."""
@@ -53,6 +56,13 @@ def accepts(model: nn.Module, name: str, *, by_name: bool = False) -> bool:
     """Whether forward() takes that keyword; `by_name`: not as one of ``**kwargs``."""
     parameters = _parameters_of(cast(Any, getattr(model.forward, "__func__", model.forward)))
     return name in parameters or (not by_name and any(item.kind is item.VAR_KEYWORD for item in parameters.values()))
+
+
+def takes_count(model: Any) -> bool:
+    """Whether forward() divides a sum of losses by its argument `COUNT`, if it is given."""
+    if not isinstance(model, nn.Module):
+        return False  # another check tells
+    return accepts(model, COUNT, by_name=True) or (hasattr(model, "loss_function") and accepts(model, COUNT))
 
 
 @lru_cache(maxsize=64)  # a signature takes 20 us or more, and a pipe asks for it at each step

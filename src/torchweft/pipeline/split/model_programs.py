@@ -80,14 +80,11 @@ class SplitModel:
     _foreign: Collection[str] = frozenset()  # see `Program`
     _absent: Collection[str] = frozenset()  # see `Tail`
 
-    def __init__(
-        self, model: nn.Module, split: Sequence[str], devices: Devices, dims: BatchDims, stated: Reduction | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, split: Sequence[str], devices: Devices, dims: BatchDims) -> None:
         if any(isinstance(module, Skippable) for module in model.modules()):
             raise SplitError("skippable layers declare the values that cross; leave split= out, and give balance=")
         self.model, self.split, self.devices = model, list(split), list(devices)
         self._dims = dims
-        self._stated: Reduction | None = stated
         self._rules: dict[Hashable, StatedRule] = {}
         self.recordings = 0
         self.latest: Program | None = None
@@ -108,20 +105,21 @@ class SplitModel:
 
     def choose(
         self, args: Any, kwargs: dict[str, Any], chunks: int, axis: Any, trials: Trials, *,
-        check: bool, graph: bool, outputs: bool,
+        check: bool, graph: bool, outputs: bool, stated: Reduction | None = None,
     ) -> StepChoice:  # fmt: skip
         """A program for each micro-batch. Programs that are missing are recorded.
 
         `axis` is the axis of the rows, an int or nested as ``(args, kwargs)``. With `check`, new programs are compared
         with the plain forward. With `graph`, copies stay connected with their originals. With `outputs`, the caller
-        gets the result of forward(). Raises BatchError if the mini-batch cannot be cut or its values cannot be joined,
-        SplitError for code that cannot be recorded and for programs that compute other values.
+        gets the result of forward(). `stated` is the rule for numbers in it, if one is stated. Raises BatchError if the
+        mini-batch cannot be cut or its values cannot be joined, SplitError for code that cannot be recorded and for
+        programs that compute other values.
         """
         register_dataclasses((args, kwargs))
         whole = _broadcast_whole((args, kwargs), axis)
         plan, leaves = plan_split(whole, chunks, axis=axis)
         arguments, pieces = unflatten(plan.structure, leaves), plan.split(leaves)
-        joins = outputs and self._stated is None and len(plan.sizes) > 1
+        joins = outputs and stated is None and len(plan.sizes) > 1
         settings = joins, self._settings()
         keys: dict[int, Hashable] = {}
         chosen: list[Program] = []
@@ -138,7 +136,7 @@ class SplitModel:
         if check:
             self._verify(chosen, trials.recorded, plan.structure, pieces)
         self.latest = chosen[0]
-        scalars = self._stated if outputs and len(plan.sizes) > 1 else None
+        scalars = stated if outputs and len(plan.sizes) > 1 else None
         if scalars is not None and check and chosen[0].recording.has_scalars:
             plain = [x for x in leaves if isinstance(x, PLAIN) and not isinstance(x, slice)]
             self._rule_of((_kind(settings, plan.structure, leaves), *plain), scalars, chosen[0]).check(

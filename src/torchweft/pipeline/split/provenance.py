@@ -24,13 +24,7 @@ from torchweft.core.segment import held_values, version
 from torchweft.pipeline.microbatch import storage_id
 from torchweft.pipeline.split.modules import OpenModules
 from torchweft.pipeline.split.open_state import PLAIN
-from torchweft.pipeline.split.recording import (
-    Instruction,
-    Reads,
-    RecordedValue,
-    Recording,
-    TensorForm,
-)
+from torchweft.pipeline.split.recording import Instruction, Reads, RecordedValue, Recording, TensorForm
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 # The operator by which a tensor of foreign memory appears, as that of torch.from_numpy. Function modes see it only

@@ -37,20 +37,9 @@ from torchweft.core.segment import version
 from torchweft.pipeline.split.isolation import copies, moved_to_device, undisturbed
 from torchweft.pipeline.split.modules import MOVE, OpenModules
 from torchweft.pipeline.split.open_state import PLAIN, OpenState
-from torchweft.pipeline.split.program import (
-    Program,
-    moved,
-    perform,
-)
+from torchweft.pipeline.split.program import Program, moved, perform
 from torchweft.pipeline.split.provenance import LIFT, Observed, RunValues, ValueProvenanceMode
-from torchweft.pipeline.split.recording import (
-    HERE,
-    SHAPES,
-    Instruction,
-    Owned,
-    Recording,
-    Values,
-)
+from torchweft.pipeline.split.recording import HERE, SHAPES, Instruction, Owned, Recording, Values
 from torchweft.pipeline.split.state_writes import Captured
 from torchweft.pipeline.split.user_code import call_site, python_random_state
 

@@ -22,12 +22,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] # no public name
 
 from torchweft.pipeline.split.compare import difference
-from torchweft.pipeline.split.recording import (
-    Instruction,
-    RecordedValue,
-    Recording,
-    TensorForm,
-)
+from torchweft.pipeline.split.recording import Instruction, RecordedValue, Recording, TensorForm
 
 FRONT = 1  # rows that the second recording has in front of those of the first one
 

@@ -33,16 +33,23 @@ from torchweft.pipeline.sequential import (
 )
 from torchweft.pipeline.split.auto import Arguments, automatic_split
 from torchweft.pipeline.split.expected import TailNeedsMore
-from torchweft.pipeline.split.huggingface import accepts, without_cache
+from torchweft.pipeline.split.huggingface import COUNT, accepts, without_cache
 from torchweft.pipeline.split.model_programs import SplitModel, StepChoice
 from torchweft.pipeline.split.modules import check_names, suggest_split
 from torchweft.pipeline.split.program import (
     CrossingValue,
 )
 from torchweft.pipeline.split.program_cache import Trials
+from torchweft.pipeline.split.stated_rule import Reduction
 from torchweft.pipeline.split.whole_forward import ForwardChanged
 from torchweft.pipeline.stage import Stage
 from torchweft.pipeline.tracing import Observer, Recorder
+
+NOT_STATED = (
+    "the schedule starts backward before all forwards have ended, and nothing states how the losses of micro-batches "
+    f"combine: pass {COUNT}= (then they are added), or make the Pipe with loss_reduction='mean' or 'sum', with "
+    "schedule='gpipe', or with loss= and target="
+)
 
 
 class SplitLayout(PipeLayout):
@@ -119,8 +126,7 @@ class SplitLayout(PipeLayout):
         return model
 
     def _new_model(self, settings: PipeSettings) -> SplitModel:
-        fixed = self._fixed
-        return SplitModel(self._model, split_of(settings), settings.devices, fixed.dims, fixed.number_reduction)
+        return SplitModel(self._model, split_of(settings), settings.devices, self._fixed.dims)
 
     def run_step(
         self,
@@ -139,10 +145,15 @@ class SplitLayout(PipeLayout):
         args, kwargs = without_cache(self._model, args, kwargs)
         # A stated rule for the numbers of micro-batches makes the model's own loss one that begins backward early.
         table = build(settings.schedule, len(settings.devices), settings.chunks)
-        if not targets and self._fixed.number_reduction is not None and not table.allows_external_loss:
-            result = self._run(settings, current_runtime, args, kwargs, (None,), observer, outputs=True)
-            return OwnLoss.put_back(*result)
-        return self._run(settings, current_runtime, args, kwargs, targets, observer, outputs=not targets)
+        stated, mixed = self._fixed.number_reduction, not table.allows_external_loss
+        if self._fixed.counts_items and (not mixed or kwargs.get(COUNT) is None):
+            if mixed and not targets and self._model.training and torch.is_grad_enabled():
+                raise UsageError(NOT_STATED)
+            stated = None
+        run = partial(self._run, settings, current_runtime, args, kwargs)
+        if not targets and stated is not None and mixed:
+            return OwnLoss.put_back(*run((None,), observer, stated, outputs=True))
+        return run(targets, observer, stated, outputs=not targets)
 
     def _run(
         self,
@@ -152,6 +163,7 @@ class SplitLayout(PipeLayout):
         kwargs: dict[str, Any],
         targets: tuple[Any, ...],
         observer: Observer | None,
+        stated: Reduction | None,
         *,
         outputs: bool,
     ) -> Any:
@@ -180,7 +192,7 @@ class SplitLayout(PipeLayout):
             return result
 
         while True:
-            choice = model.choose(args, kwargs, settings.chunks, rows, trials, **how)
+            choice = model.choose(args, kwargs, settings.chunks, rows, trials, stated=stated, **how)
             try:
                 with tail:
                     return model.run(choice, partial(serve, choice))

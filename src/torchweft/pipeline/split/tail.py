@@ -18,10 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from torchweft.core.errors import BatchError, join_faults
-from torchweft.pipeline.split.recording import (
-    RecordedValue,
-    Recording,
-)
+from torchweft.pipeline.split.recording import RecordedValue, Recording
 from torchweft.pipeline.split.rows import NONE, RowForm, RowKind
 from torchweft.pipeline.split.state_writes import StateWrites
 

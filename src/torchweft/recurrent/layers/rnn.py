@@ -160,21 +160,27 @@ _TORCH_OPTIONS = {
 
 
 class LayerOptions(TypedDict, total=False):
-    """Keyword arguments of all layers, for type checkers: those of torch.nn, and those of `Recurrent`."""
+    """Keyword arguments of every layer, for type checkers: those of torch.nn, and those of `Recurrent`."""
 
     num_layers: int
-    nonlinearity: Literal["tanh", "relu"]  # RNN alone
     bias: bool
     batch_first: bool
     dropout: float
     bidirectional: bool
-    proj_size: int  # LSTM alone
     device: Any
     dtype: torch.dtype | None
     truncate: int | None
     memory: Memory
     backend: BackendName
     verify: VerifyMode
+
+
+class LSTMOptions(LayerOptions, total=False):
+    proj_size: int
+
+
+class RNNOptions(LayerOptions, total=False):
+    nonlinearity: Literal["tanh", "relu"]
 
 
 class RNNBase(nn.RNNBase):
@@ -184,11 +190,10 @@ class RNNBase(nn.RNNBase):
     every call, so no plan could be reused. Then torch's own forward runs.
     """
 
-    def __init__(self, input_size: int, hidden_size: int, *more: Any, **options: Unpack[LayerOptions]) -> None:
+    def __init__(self, input_size: int, hidden_size: int, *more: Any, **options: Any) -> None:
         """Torch's arguments, with torch's errors. All others go to ``Recurrent``."""
-        given = cast("dict[str, Any]", options)
-        how = {name: given.pop(name) for name in [*given] if name not in _TORCH_OPTIONS}
-        super().__init__(*cast(Any, (input_size, hidden_size, *more)), **given)
+        how = {name: options.pop(name) for name in [*options] if name not in _TORCH_OPTIONS}
+        super().__init__(*cast(Any, (input_size, hidden_size, *more)), **options)
         with Validator(f"invalid arguments of {type(self).__name__}") as check:
             check.add(*(f"{name}: {why}" for name, why in _REJECTED.items() if name in how))
             known = {*_TORCH_OPTIONS, *_REJECTED, *inspect.signature(Recurrent).parameters} - {"cell"}
@@ -382,6 +387,9 @@ class LSTM(RNNBase, nn.LSTM):
         <All keys matched successfully>
     """
 
+    def __init__(self, input_size: int, hidden_size: int, *more: Any, **options: Unpack[LSTMOptions]) -> None:
+        super().__init__(input_size, hidden_size, *more, **options)
+
 
 class GRU(RNNBase, nn.GRU):
     """A drop-in for ``torch.nn.GRU`` (Cho et al., arXiv 1406.1078, with the reset gate after the projection).
@@ -392,6 +400,9 @@ class GRU(RNNBase, nn.GRU):
         >>> outputs, last = weft.GRU(8, 16, batch_first=True)(torch.randn(4, 20, 8))
     """
 
+    def __init__(self, input_size: int, hidden_size: int, *more: Any, **options: Unpack[LayerOptions]) -> None:
+        super().__init__(input_size, hidden_size, *more, **options)
+
 
 class RNN(RNNBase, nn.RNN):
     """A drop-in for ``torch.nn.RNN`` (Elman, "Finding structure in time", 1990).
@@ -401,3 +412,6 @@ class RNN(RNNBase, nn.RNN):
     Example:
         >>> outputs, last = weft.RNN(8, 16, nonlinearity="relu")(torch.randn(20, 4, 8))
     """
+
+    def __init__(self, input_size: int, hidden_size: int, *more: Any, **options: Unpack[RNNOptions]) -> None:
+        super().__init__(input_size, hidden_size, *more, **options)

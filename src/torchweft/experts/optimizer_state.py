@@ -1,19 +1,4 @@
-"""Optimizer of an expert: it is made, steps with gradients in memory of their own, is saved and loaded.
-
-gradients ── private ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
-                                 '────────raises──> StepError                    in every case
-
-``loss.backward()`` copies gradients where needed before it puts them into ``.grad``. `torch.autograd.grad`, which does
-not touch ``.grad``, does not copy:
-
-    y = x @ (a + b)                  one gradient tensor for both a and b
-    y = (x + p) * 2, one row         the gradient of p is also the answer to the client
-    y = x + p.sum()                  one number, expanded: its strides are 0
-    y = x @ torch.cat([q, k], 1)     the gradients of q and k are columns of one matrix
-
-Clipping would scale the first one twice, and the client's answer. Fused steps walk raw memory, and would run past the
-end of the others. Gradients that fit are not copied: on the CPU, copying all of them takes as long as the step.
-"""
+"""Optimizer and schedule of an expert: made, saved and loaded. `gradients` has the step."""
 
 import copy
 import inspect
@@ -29,37 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, suggest
-from torchweft.experts.errors import StepError
-
-
-def private_gradients(
-    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], shared_storages: set[int]
-) -> list[Tensor | None]:
-    seen, private = set(shared_storages), list[Tensor | None]()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None and gradient.layout is not torch.strided:
-            gradient = gradient.clone()
-        elif gradient is not None:
-            address = gradient.untyped_storage().data_ptr()
-            gradient = match_layout(parameter, gradient, copy=address in seen)
-            seen.add(address)
-        private.append(gradient)
-    return private
-
-
-def match_layout(parameter: Tensor, tensor: Tensor, *, copy: bool = False) -> Tensor:
-    if not copy and has_same_layout(parameter, tensor):
-        return tensor
-    return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
-
-
-def has_same_layout(parameter: Tensor, gradient: Tensor) -> bool:
-    """Whether a kernel that walks both memories from end to end meets the same elements, and all of them."""
-    if parameter.is_contiguous():
-        return gradient.is_contiguous()
-    dense = torch.empty_like(parameter, device="meta")  # the layout of optimizer states
-    return gradient.stride() == dense.stride()
-
+from torchweft.experts.gradients import has_same_layout, match_layout, unfuse_on_demand
 
 # An optimizer, or a function that makes one for a list of parameters.
 OptimizerLike = Optimizer | Callable[..., Optimizer]
@@ -137,7 +92,7 @@ def make_optimizer(optimizer: OptimizerLike, parameters: Sequence[nn.Parameter])
             "a list of parameters"
         )
     if fused:
-        _unfuse_on_demand(made)
+        unfuse_on_demand(made)
     return made
 
 
@@ -154,90 +109,12 @@ def make_schedule(schedule: ScheduleLike | None, optimizer: Optimizer | None) ->
     return made
 
 
-def _unfuse_on_demand(optimizer: Optimizer) -> None:
-    # A fused step is one kernel over all parameters, and takes a tenth of the time. But PyTorch rejects sparse
-    # gradients, and parameters of which only some have momentum, within the step, when some weights have changed
-    # already.
-    def before_step(*_: object) -> None:
-        for group in optimizer.param_groups:
-            stepped = [p for p in group["params"] if p.grad is not None] if group.get("fused") else []
-            without_momentum = {optimizer.state.get(p, {}).get("momentum_buffer") is None for p in stepped}
-            mixed = group.get("momentum") and len(without_momentum) == 2
-            if mixed or any([p.grad.is_sparse for p in stepped]):
-                for other in optimizer.param_groups:
-                    other["fused"] = None
-
-    optimizer.register_step_pre_hook(before_step)
-
-
 def _accepts_fused(factory: Callable[..., Optimizer]) -> bool:
     if isinstance(factory, partial) and "fused" in factory.keywords:
         return False
     with suppress(TypeError, ValueError):
         return "fused" in inspect.signature(cast("Callable[..., Any]", factory)).parameters
     return False
-
-
-class OptimizerStep:
-    """Steps of one expert and their counts. Guarded by the expert's lock."""
-
-    def __init__(self, name: str, apply: Callable[[], None] | None) -> None:
-        self.steps = self.backward_batches = 0
-        self.changes = 0  # of hyperparameters, by an administrator
-        self.trains = apply is not None
-        self._name, self._apply = name, apply
-
-    def step(
-        self,
-        every: Sequence[nn.Parameter],
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor | None],
-        shared_storages: set[int],
-        *,
-        backward: bool = False,
-    ) -> None:
-        """One optimizer step. Raises `StepError`, and does not count it, if the optimizer or a hook raises."""
-        # ``every`` parameter of the module, because frozen ones can hold a gradient too. ``shared_storages`` are
-        # addresses of memory that must not be written to: others continue to use it. The optimizer can hold parameters
-        # that are frozen now. A gradient that was left on them would be applied.
-        for parameter in every:
-            parameter.grad = None
-        try:
-            private = private_gradients(parameters, gradients, shared_storages)
-            for parameter, gradient in zip(parameters, private, strict=True):
-                parameter.grad = gradient
-                # Autograd calls these hooks only where it accumulates into ``.grad`` itself.
-                if gradient is not None and parameter._post_accumulate_grad_hooks:
-                    hooks: Any = parameter._post_accumulate_grad_hooks
-                    with torch.no_grad():
-                        for hook in list(hooks.values()):
-                            hook(parameter)
-            if self._apply is not None:
-                self._apply()
-        except Exception as error:
-            raise StepError(
-                f"applying the gradients of expert {self._name!r} raised {type(error).__name__}: {error}. Some weights "
-                "may have changed; load a checkpoint"
-            ) from error
-        finally:
-            for parameter in every:
-                parameter.grad = None
-            self.backward_batches += backward
-        self.steps += 1
-
-    def count_backward(self) -> None:
-        self.backward_batches += 1
-
-    def count_change(self) -> None:
-        self.changes += 1
-
-    @property
-    def revision(self) -> int:
-        """A number that grows with every change of the expert's state, such as gradients without a step."""
-        return self.backward_batches + self.changes
-
-    def resume_from(self, steps: int, batches: int, changes: int) -> None:
-        self.steps, self.backward_batches, self.changes = steps, batches, changes
 
 
 # Names of classes by part. Without them, torch would load the state of another class of optimizer.

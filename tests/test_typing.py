@@ -1,4 +1,4 @@
-"""Type checkers know the constructor of a skippable class, and the type of its inner module."""
+"""Type checkers know the options of a layer, the constructor of a skippable class, and its inner module."""
 
 import json
 import subprocess
@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[3] / "src"
+from tests.processes import SOURCE
+
 PYRIGHT = Path(sys.executable).parent / "pyright"
 
 PROGRAM = """
 from typing import assert_type
 
+import torchweft as weft
 from torch import Tensor, nn
 from torchweft import Namespace, pop, skippable, stash
 from torchweft.pipeline.skip import Skippable
@@ -35,11 +37,20 @@ Wrapped("3")  # wrong
 Wrapped(3, width_of="b")  # wrong
 Decorated()  # wrong
 skippable(stash=["a"])(3)  # wrong
+
+weft.LSTM(8, 8, 2, True, memory="states", proj_size=2)
+weft.LSTM(8, 8, num_layer=2)  # wrong
+weft.LSTM(8, 8, nonlinearity="relu")  # wrong
+weft.GRU(8, 8, num_layers=2)
+weft.GRU(8, 8, proj_size=2)  # wrong
+weft.GRU(8, 8, nonlinearity="relu")  # wrong
+weft.RNN(8, 8, nonlinearity="relu")
+weft.RNN(8, 8, proj_size=2)  # wrong
 """
 
 
-def test_type_checker_knows_constructor_and_module(tmp_path: Path) -> None:
-    """It reports wrong arguments."""
+def test_type_checker_reports_wrong_arguments(tmp_path: Path) -> None:
+    """One run for all programs, because a run takes seconds."""
     if not PYRIGHT.exists():
         pytest.skip(f"there is no pyright in {PYRIGHT.parent}; the extra `test` brings it")
     (tmp_path / "program.py").write_text(PROGRAM)
