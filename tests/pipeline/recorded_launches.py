@@ -82,7 +82,7 @@ def spoil(tensor: Tensor) -> None:
 
 
 class StandIn:
-    """A `torchweft.core.recording.LaunchRecorder`."""
+    """A `torchweft.core.recording.GraphRecorder`."""
 
     def record(self, work: Callable[[], None], /) -> Callable[[], None]:
         tape, tolist = Tape(), Tensor.tolist

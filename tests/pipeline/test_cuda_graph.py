@@ -12,12 +12,12 @@ import torchweft as weft
 from tests.pipeline.pipe_cases import Early, Late, rows
 from tests.pipeline.recorded_launches import StandIn
 from torchweft.core.errors import BackwardTwiceError, ModuleChangedError, UsageError
-from torchweft.pipeline import graphed_step
+from torchweft.pipeline import recorded_step
 
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_step, "recorder_kind", lambda devices: StandIn)
+    monkeypatch.setattr(recorded_step, "recorder_kind", lambda devices: StandIn)
 
 
 class Tied(nn.Module):

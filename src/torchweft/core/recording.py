@@ -49,7 +49,7 @@ def capture(function: Callable[[], None], pool: Any = None) -> Callable[[], None
     return graph.replay
 
 
-class LaunchRecorder(Protocol):
+class GraphRecorder(Protocol):
     """Records work that reads and writes tensors with fixed memory. All recordings of a recorder share their memory, so
     they are replayed in the order in which they were recorded."""
 
@@ -60,7 +60,7 @@ class LaunchRecorder(Protocol):
 
 
 class CudaRecorder:
-    """A `LaunchRecorder` of work on CUDA devices, in one graph."""
+    """A `GraphRecorder` of work on CUDA devices, in one graph."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(dict.fromkeys(devices))
@@ -71,7 +71,7 @@ class CudaRecorder:
                 self._other_pools.append((device, torch.cuda.MemPool()))
 
     def record(self, work: Callable[[], None], /) -> Callable[[], None]:
-        """See `LaunchRecorder`. The host waits for the devices, and the kernels do not run."""
+        """See `GraphRecorder`. The host waits for the devices, and the kernels do not run."""
         with RECORDING, self._streams() as streams, ExitStack() as stack:
             for device, pool in self._other_pools:
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device))

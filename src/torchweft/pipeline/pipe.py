@@ -413,9 +413,8 @@ class Pipe(nn.Module):
 
     def statistics(self) -> dict[str, Any]:
         """Figures of this pipe: layers per stage, devices, live worker threads, and the choices of
-        ``executor="auto"``. With `split`: the blocks of each stage, and how often forward() was recorded. With
-        `group`: also the bytes sent. If CUDA graphs were tried: how many steps were replayed, and why others were not.
-        """
+        ``executor="auto"``; steps that were replayed as CUDA graphs, and why others were not. With `split`: the blocks
+        of each stage, and how often forward() was recorded. With `group`: also the bytes sent."""
         of_layout, runtime = self._layout.statistics(self), self._runtime
         return {
             **of_layout,

@@ -37,10 +37,10 @@ from torchweft.pipeline.autotune import (
 from torchweft.pipeline.checks import collective_layers, reject_cached_weights, reject_steps, reject_workers
 from torchweft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, never_recomputes
 from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
-from torchweft.pipeline.graphed_step import GraphedSteps
 from torchweft.pipeline.loss import LossFunction, LossScale, LossSeed, LossStage, LossWeight, LossWeights, WeightedLoss
 from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch
 from torchweft.pipeline.pipeline_plan import Crossing, PipelinePlan, staged_plan
+from torchweft.pipeline.recorded_step import RecordedSteps
 from torchweft.pipeline.schedule import Schedule, ScheduleFunction, build
 from torchweft.pipeline.stage import ModuleScan, Stage, serialize_shared
 from torchweft.pipeline.step import ALONE, Agreement, CutStep, PipeStep
@@ -200,7 +200,7 @@ class PipeRuntime:
         # The choice depends on time, so processes would choose differently, and their collectives would not match.
         if executor == "auto" and self._checks.has_collectives:
             executor = "serial"
-        self.graphs = GraphedSteps(self.stages, self._loss, self.uses, strict=executor == "cuda_graph")
+        self.graphs = RecordedSteps(self.stages, self._loss, self.uses, strict=executor == "cuda_graph")
         self._clock = partial(time_after, frozenset(devices))
         one_device = len(set(devices)) == 1
         uncut = one_device and allows_external_loss and self._keep_rules.never_recomputes

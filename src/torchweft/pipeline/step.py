@@ -20,7 +20,7 @@ the values that it returned.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,6 +49,7 @@ from torchweft.core.segment import (
     Tape,
     add_gradients,
     detach_leaves,
+    total_gradients,
     versions,
 )
 from torchweft.pipeline.batchnorm import DeferredBatchNorm
@@ -112,7 +113,7 @@ class StepMessages:
         del self._returned[address]
         # Readers can end in any order. In the order of stages, the sum has the same bits under every table.
         in_order = [returned[reader] for reader in readers]
-        return _total([m.value if place is None else place.receive(m) for m in in_order], len(gradients))
+        return total_gradients([m.value if place is None else place.receive(m) for m in in_order], len(gradients))
 
 
 class StepState:
@@ -282,7 +283,7 @@ class StepState:
             arrived: list[Gradients] = []
             for message in of_readers:
                 arrived += (message[0] if place is None else place.receive(message),)
-            gradients += (_total(arrived, len(edges)),)
+            gradients += (total_gradients(arrived, len(edges)),)
         if self._rng is None:
             inputs = self._walk_tape(action, tape, gradients)
         else:
@@ -330,19 +331,6 @@ class StepState:
             if self._observer is not None:
                 stack.enter_context(self._observer.action_scope(kind, action))
             return call(*args)
-
-
-def _total(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
-    if len(of_readers) == 1 and (only := of_readers[0]) is not None and len(only) == width:
-        return only  # the common case
-    present = [gradients for gradients in of_readers if gradients is not None]
-    if not present:
-        return [None] * width
-    if len(present) == 1:
-        # A result can have fewer gradients than leaves. They belong to the first leaves.
-        return present[0] + [None] * (width - len(present[0]))
-    columns = [[leaf for leaf in leaves if leaf is not None] for leaves in zip(*present, strict=True)]
-    return [reduce(add_gradients, column) if column else None for column in columns]
 
 
 def add_gradient(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
@@ -487,7 +475,6 @@ class CutStep:
         return step.output.gather(self.keep(walked))
 
     def enter(self) -> None:
-        """Note the caller's streams. Backward runs on them."""
         self.caller = CallerStreams(self.step.plan.places)
 
     def seeds(self) -> list[Gradients] | None:
@@ -501,9 +488,8 @@ class CutStep:
         if self._seed is not None:
             self._seed.keep(walked.gradients)
         elif walked.state is not None:
-            again = walked.state.recomputing()
-            replays = [self.step.plan.stages[stage].replay for stage in again]
-            self._kept = walked.state, ModuleVersions(replays) if again else None
+            replays = [self.step.plan.stages[stage].replay for stage in walked.state.recomputing()]
+            self._kept = walked.state, ModuleVersions(replays) if replays else None
         return self.step.plan.entry_points.results(walked.left, self.step.mini_batch.micro_batches)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
@@ -566,8 +552,7 @@ class CutStep:
     def walk_forward(self, rng: RngStreams, seeds: Sequence[Gradients] | None) -> ForwardWalk:
         """Walk the forward half of the schedule, or with `seeds` all of it."""
         step, plan, count = self.step, self.step.plan, self.step.schedule.micro_batches
-        borrowed = self._agreed.borrowed
-        contexts = [MicroBatchContext(i, step.ambient, rng, {}, count, borrowed) for i in range(count)]
+        contexts = [MicroBatchContext(i, step.ambient, rng, {}, count, self._agreed.borrowed) for i in range(count)]
         workers = step.schedule.worker_of
         state = StepState(plan.wiring, self._segments, contexts, step.keeps, plan.places, self._observer, rng, workers)
         moves = any(plan.places)

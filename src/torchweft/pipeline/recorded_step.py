@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torchweft.core.autograd import CutFunction, silence_unused_hooks
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, ModuleChangedError, UsageError
 from torchweft.core.pytree import flatten
-from torchweft.core.recording import CudaRecorder, LaunchRecorder
+from torchweft.core.recording import CudaRecorder, GraphRecorder
 from torchweft.core.rng import RandomUse, RngStreams
 from torchweft.core.segment import Gradients, versions
 from torchweft.core.torch_internals import foreach_copy
@@ -40,7 +40,7 @@ from torchweft.pipeline.stage import ModuleScan, Stage
 from torchweft.pipeline.step import CutStep, ForwardWalk
 from torchweft.pipeline.step_form import changed_attribute, form_of, marks_of, modules_of, obstacle_to, passing_obstacle
 
-MakeRecorder = Callable[[], LaunchRecorder]
+MakeRecorder = Callable[[], GraphRecorder]
 Missing = tuple[bool, ...]  # which of some gradients are None
 _EQUAL_STEPS = 2
 _HIDDEN = "a layer computes with parameters that are not attributes of its modules"
@@ -57,7 +57,7 @@ def recorder_kind(devices: Sequence[torch.device]) -> MakeRecorder | None:
     return (lambda: CudaRecorder(devices)) if all(device.type == "cuda" for device in devices) else None
 
 
-class StaticTensors:
+class FixedTensors:
     """Tensors with fixed memory, which a recording reads. They have the layout of the tensors that are given first."""
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
@@ -101,7 +101,7 @@ class RecordedWeights:
     def aliases_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [self._aliases.get(id(parameter), parameter) for parameter in parameters]
 
-    def record(self, recorder: LaunchRecorder, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, recorder: GraphRecorder, work: Callable[[], None]) -> Callable[[], None]:
         """Record work of the modules on the aliases. Raises RecordingError."""
         tables = [module._parameters for module in self._modules]
         before = [dict(table) for table in tables]
@@ -138,19 +138,19 @@ class StepRecording:
     """The recorded walks of steps of one form. `expected` says, for gradients of the outputs that are None or not,
     which gradients of the step are None."""
 
-    def __init__(self, recorder: LaunchRecorder, stages: Sequence[Stage], expected: Mapping[Missing, Missing]) -> None:
+    def __init__(self, recorder: GraphRecorder, stages: Sequence[Stage], expected: Mapping[Missing, Missing]) -> None:
         self._recorder, self._expected = recorder, expected
         self.weights = RecordedWeights(stages)
         self.walked = ForwardWalk({}, None, [])
-        self._forward: tuple[StaticTensors, Callable[[], None]] | None = None
-        self._backward: tuple[StaticTensors, Callable[[], None]] | None = None
+        self._forward: tuple[FixedTensors, Callable[[], None]] | None = None
+        self._backward: tuple[FixedTensors, Callable[[], None]] | None = None
         self._memory: set[int] = set()
         self._cut: CutStep | None = None  # the step that is recorded, until its backward is
         self._gradients: Sequence[Tensor | None] = ()
-        self._user: weakref.ref[GraphedStep] | None = None
+        self._user: weakref.ref[RecordedStep] | None = None
         self._claiming = threading.Lock()
 
-    def claim(self, step: "GraphedStep") -> bool:
+    def claim(self, step: "RecordedStep") -> bool:
         """Reserve the static tensors for one step. False while another step still needs them for its backward."""
         with self._claiming:
             user = None if self._user is None else self._user()
@@ -165,7 +165,7 @@ class StepRecording:
         given: list[Tensor | None] = [*(batch.uploaded(cut.upload) if any(cut.step.plan.places) else batch.given)]
         flat = given + _flat(seeds or ())
         if self._forward is None:
-            static = StaticTensors(flat)
+            static = FixedTensors(flat)
             static.load(flat)
             inputs, early = static.tensors[: len(given)], static.tensors[len(given) :]
             replay = self._record_forward(cut, rng, inputs, None if seeds is None else _nested(early, seeds))
@@ -202,7 +202,7 @@ class StepRecording:
         if self._backward is None:
             if missing not in self._expected:
                 return None
-            static = StaticTensors(flat)
+            static = FixedTensors(flat)
             static.load(flat)
             self._backward = static, self._record_backward(_nested(static.tensors, seeds), missing)
         static, replay = self._backward
@@ -259,7 +259,7 @@ def _cause(error: BaseException) -> str:
     return f"{where} does what a CUDA graph cannot hold, such as reading a number on the host ({line})"
 
 
-class GraphedStep:
+class RecordedStep:
     """The node of autograd of a step that is replayed. `cut` is the same step in the ordinary way."""
 
     def __init__(
@@ -359,7 +359,7 @@ class _Form:
     failure: str = ""  # of a recording
 
 
-class WatchedStep:
+class ObservedStep:
     """An ordinary step, watched for the recording of later ones: it must end well, and leave its layers unchanged."""
 
     def __init__(self, cut: CutStep, stages: Sequence[Stage], form: _Form, changes: Counter[str]) -> None:
@@ -388,7 +388,7 @@ class WatchedStep:
             self._form.expected[missing] = result
 
 
-class GraphedSteps:
+class RecordedSteps:
     """The recordings of one pipe. `strict`: an obstacle is an error, unless a step was replayed before."""
 
     def __init__(
@@ -421,11 +421,11 @@ class GraphedSteps:
                 return self._ordinary(cut, reason), False
             if form.steps < _EQUAL_STEPS:
                 steps = f"{form.steps} of {_EQUAL_STEPS} equal steps were seen"
-                return WatchedStep(self._ordinary(cut, steps), stages, form, self._changes), True
+                return ObservedStep(self._ordinary(cut, steps), stages, form, self._changes), True
             form.recording = StepRecording(self.make(), stages, form.expected)
             for old in [known for known in self._forms if known.recording is not None][:-_RECORDINGS]:
                 old.recording = None
-        step = GraphedStep(cut, form.recording, seeds, self.counts, lambda reason: self._reject(form, reason))
+        step = RecordedStep(cut, form.recording, seeds, self.counts, lambda reason: self._reject(form, reason))
         if not form.recording.claim(step):
             return self._ordinary(cut, "an earlier step still waits for its backward"), True
         return step, True
