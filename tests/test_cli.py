@@ -149,6 +149,7 @@ def test_plan_as_json_has_units_in_its_names(capsys: pytest.CaptureFixture[str])
         "total_in_cost_units": 12.0,
         "idle_percent": pytest.approx(25.0),
         "crossing_values": [],
+        "joined_values": [],
     }
 
 
@@ -163,6 +164,15 @@ def build():
 
 def deep():
     raise ValueError("too deep")
+
+class Losing(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def trained():
+    pipe = weft.Pipe(Losing(nn.Linear(8, 8), nn.Linear(8, 8)), chunks=2, split=["1"], devices=["cpu"] * 2)
+    pipe(torch.randn(4, 8)).backward()
+    return pipe
 
 def broken():
     return deep()
@@ -187,6 +197,14 @@ def test_json_has_the_bytes_of_crossing_values(pipes: None, capsys: pytest.Captu
     assert main(["plan", "--pipe", "some_pipes:build", "--json"]) == 0
     (value,) = json.loads(capsys.readouterr().out)["crossing_values"]
     assert (value["from_stage"], value["to_stages"], value["size_bytes"]) == (0, [1], 64)
+
+
+def test_values_joined_for_the_end_of_forward_are_listed(pipes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ([], ["--json"]):
+        assert main(["plan", "--pipe", "some_pipes:trained", *options]) == 0
+    text, _, table = capsys.readouterr().out.rpartition('{"schedule"')
+    assert "all rows: 64 bytes x 2  1, joined for the end of forward()" in text
+    assert json.loads('{"schedule"' + table)["joined_values"] == [{"name": "1", "size_bytes": 128}]
 
 
 @pytest.mark.parametrize(

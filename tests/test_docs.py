@@ -205,7 +205,7 @@ def test_site_builds_without_a_warning_and_has_all_names(tmp_path: Path) -> None
     done = run([sys.executable, "-m", "sphinx", *options, "docs", str(tmp_path)])
     assert done.returncode == 0, done.stdout + done.stderr
     reference = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "reference").rglob("index.html"))
-    identifiers = set(re.findall(r'id="weft[.\w]*\.(\w+)"', reference))
+    identifiers = set(re.findall(r'id="weft(?:\.\w+)*\.(\w+)"', reference))
     for module in map(importlib.import_module, PUBLIC):
         things = {name: getattr(module, name) for name in module.__all__}
         described = {name for name, thing in things.items() if inspect.isclass(thing) or inspect.isfunction(thing)}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.strategies import any_schedules
 from torchweft.core.errors import ScheduleError
 from torchweft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
-from torchweft.pipeline.simulate import Forecast, StageCost, ValueCost, forecast
+from torchweft.pipeline.simulate import Forecast, StageCost, TailCost, ValueCost, forecast
 
 whole = st.integers(0, 5).map(float)  # whole numbers add up without rounding
 few = st.integers(0, 9)
@@ -160,3 +160,13 @@ def test_all_impossible_costs_are_listed() -> None:
     with pytest.raises(ScheduleError) as caught:
         forecast(gpipe(2, 1), costs, values)
     assert len(str(caught.value).splitlines()) == 6
+
+
+def test_a_tail_runs_once_between_forwards_and_backwards() -> None:
+    expected = forecast(gpipe(2, 3), [StageCost(1.0, 2.0, saved_bytes=10)] * 2, tail=TailCost(4.0, 100))
+    (tail,) = [span for span in expected.spans if span.action.kind == "T"]
+    assert (tail.worker, tail.start, tail.end) == (1, 4.0, 8.0)
+    assert expected.total == forecast(gpipe(2, 3), [StageCost(1.0, 2.0)] * 2).total + 4.0
+    assert (expected.stage_peaks, expected.peak_bytes) == ((30, 130), 160)
+    with pytest.raises(ScheduleError, match="needs all forwards before it"):
+        forecast(one_f_one_b(2, 3), [StageCost(1.0, 2.0)] * 2, tail=TailCost(4.0, 100))

@@ -70,6 +70,14 @@ class ValueCost:
     kept_by_source: bool = False
 
 
+class TailCost(NamedTuple):
+    """Cost of the end of forward() of a cut model, which runs once for all micro-batches, between their last forward
+    and their first backward. `bytes` are those that its graph keeps: the joined values, and what it makes of them."""
+
+    seconds: float
+    bytes: int
+
+
 class Span(NamedTuple):
     worker: int
     action: Action
@@ -121,10 +129,14 @@ def forecast(
     values: Sequence[ValueCost] = (),
     *,
     checkpointed: Callable[[int, int], bool] | None = None,
+    tail: TailCost | None = None,
 ) -> Forecast:
     """Predict when every action runs, and the bytes alive at each time. `checkpointed(stage, micro_batch)` returns
-    whether a graph is recomputed, by default if the stage has a `recompute` time. Raises ScheduleError."""
+    whether a graph is recomputed, by default if the stage has a `recompute` time. The span of a `tail` has kind T and
+    micro-batch -1. Raises ScheduleError."""
     schedule.check(stages=len(stages))
+    if tail is not None and not schedule.allows_external_loss:
+        raise ScheduleError("a tail needs all forwards before it, but this schedule starts backward earlier")
     with Validator("nothing can be forecast from these costs", ScheduleError) as check:
         for stage, cost in enumerate(stages):
             numbers = cost.forward, cost.backward, cost.recompute, cost.saved_bytes, cost.recomputed_bytes or 0
@@ -135,8 +147,9 @@ def forecast(
             check.require(valid, f"{value} needs a source from -1 to {len(stages) - 1} and bytes from 0 up")
             valid = all(value.source < reader < len(stages) for reader in value.readers)
             check.require(valid, f"{value} has a reader that is not a stage after its source")
-    spans = _spans(schedule, stages, checkpointed or (lambda stage, _: stages[stage].recompute > 0))
+    spans = _spans(schedule, stages, checkpointed or (lambda stage, _: stages[stage].recompute > 0), tail)
     lifetimes = list(_lifetimes(schedule, spans, stages, values))
+    lifetimes += [_Lifetime(a.stage, x.start, x.end, tail.bytes) for a, x in spans.items() if tail and a.kind == "T"]
     return Forecast(
         spans=tuple(sorted(spans.values(), key=lambda span: (span.start, span.worker))),
         stage_bytes=tuple(_curve(life for life in lifetimes if life.stage == s) for s in range(len(stages))),
@@ -152,7 +165,7 @@ class _Lifetime(NamedTuple):
 
 
 def _spans(
-    schedule: Schedule, costs: Sequence[StageCost], recomputes: Callable[[int, int], bool]
+    schedule: Schedule, costs: Sequence[StageCost], recomputes: Callable[[int, int], bool], tail: TailCost | None
 ) -> dict[Action, Span]:
     waiting = waits(schedule.workers)
     free = [0.0] * len(schedule.workers)
@@ -166,6 +179,9 @@ def _spans(
     for worker, action in schedule.order:
         stage, kind, micro_batch = action
         cost = costs[stage]
+        if tail is not None and kind != "F" and stage == len(costs) - 1:
+            run(worker, Action(stage, "T", -1), tail.seconds, free[worker])
+            tail = None
         at_once = (stage, micro_batch) in schedule.backward_at_once
         if kind in "BI" and not at_once and recomputes(stage, micro_batch):
             run(worker, action._replace(kind="R"), cost.recompute, free[worker])
@@ -183,8 +199,7 @@ def _lifetimes(
         return next(spans[a] for k in "WBF" if (a := Action(stage, k, micro_batch)) in spans)
 
     for (stage, kind, i), span in spans.items():
-        end = last(stage, i)
-        if kind != "F" or end.action.kind == "F":
+        if kind != "F" or (end := last(stage, i)).action.kind == "F":
             continue
         again, cost = spans.get(Action(stage, "R", i)), costs[stage]
         size = cost.saved_bytes
@@ -244,9 +259,14 @@ class MemoryRecorder:
         self._again: dict[tuple[int, int], Storages] = {}  # the graphs that were made by recomputation
         self._received: dict[tuple[int, int], set[int]] = defaultdict(set)
         self._sent: dict[tuple[int, int], dict[int, _Sent]] = defaultdict(dict)
+        self._tail: Storages = {}
 
     @contextmanager
     def action_scope(self, kind: str, action: Action) -> Generator[None]:
+        if kind == "T":
+            with seeing_saved(lambda tensor: self._tail.update(self._storages(tensor))):
+                yield
+            return
         if kind not in "FR":
             yield
             return
@@ -279,6 +299,11 @@ class MemoryRecorder:
         """Mean bytes of a graph kept from F on, without the values that the stage reads and sends."""
         sizes = [sum(graph.values()) for at, graph in self._graphs.items() if at[0] == stage and at not in self._again]
         return round(mean(sizes)) if sizes else 0
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes that the end of a cut model's forward() keeps for backward, for all micro-batches together."""
+        return sum(self._tail.values())
 
     def recomputed_bytes(self, stage: int) -> int | None:
         """Mean bytes of a recomputed graph, without the values that the stage reads. None if no graph is recomputed."""
@@ -313,7 +338,7 @@ class MemoryRecorder:
 @dataclass(frozen=True)
 class Costs:
     """Cost of one micro-batch on each stage, and the values that cross the cuts. `recomputed` are the (stage,
-    micro-batch) pairs that ran their forward twice.
+    micro-batch) pairs that ran their forward twice. `tail` is that of a cut model whose forward() ends on all rows.
 
     Example:
         >>> from torchweft.pipeline.simulate import StageCost
@@ -325,10 +350,11 @@ class Costs:
     stages: list[StageCost]
     values: list[ValueCost] = field(default_factory=list[ValueCost])
     recomputed: frozenset[tuple[int, int]] = frozenset()
+    tail: TailCost | None = None
 
     def forecast(self, schedule: Schedule) -> Forecast:
-        again = self.recomputed
-        return forecast(schedule, self.stages, self.values, checkpointed=lambda stage, i: (stage, i) in again)
+        again, tail = self.recomputed, self.tail
+        return forecast(schedule, self.stages, self.values, checkpointed=lambda s, i: (s, i) in again, tail=tail)
 
 
 def costs_from(recorders: Sequence[Recorder], sizes: MemoryRecorder | None = None) -> Costs:
@@ -362,4 +388,7 @@ def costs_from(recorders: Sequence[Recorder], sizes: MemoryRecorder | None = Non
         for stage in range(1 + max(stage for stage, _ in times))
     ]
     again = frozenset((e.action.stage, e.action.micro_batch) for e in events if e.kind == "R")
-    return Costs(stages, sizes.values() if sizes is not None else [], again)
+    last = len(stages) - 1
+    seconds = typical.get((last, "T"))
+    tail = None if seconds is None else TailCost(seconds, sizes.tail_bytes if sizes is not None else 0)
+    return Costs(stages, sizes.values() if sizes is not None else [], again, tail)

@@ -300,3 +300,11 @@ def test_the_tail_of_a_step_is_observed_once() -> None:
     drawn = str(weft.report.timeline(recorder.events))
     assert "end of forward(), stage 1, all micro-batches" in drawn
     assert "2 micro-batches" in drawn
+    sizes = weft.pipeline.MemoryRecorder(ignore=pipe.parameters())
+    with pipe.observed_by(sizes):
+        pipe(torch.randn(4, 4)).backward()
+    assert sizes.tail_bytes == 4 * 4 * 8  # square() keeps the joined output
+    costs = weft.pipeline.costs_from([recorder], sizes)
+    assert costs.tail is not None and costs.tail.seconds == tail.end - tail.start
+    kinds = [span.action.kind for span in costs.forecast(weft.pipeline.gpipe(2, 2)).spans]
+    assert kinds == [*"FFFF", "T", *"BBBB"]

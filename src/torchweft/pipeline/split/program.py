@@ -285,6 +285,12 @@ class Program:
         comes = [*chain(*part.takes.values()), *(value for value in last if value.kind == "in" and not stage)]
         part.clones = {value for value in comes if value.storage in stored}
 
+    @property
+    def joined(self) -> list[CrossingValue]:
+        """The values of micro-batches that are joined for the end of forward(), which runs on all rows."""
+        values = [value for value, _ in self.tail.enters]
+        return [CrossingValue(self._name(value), value.bytes, self._source(value), ()) for value in values]
+
     def _name(self, value: RecordedValue) -> str:
         if value.kind == "in":
             return f"input {value.key}"

@@ -221,7 +221,9 @@ class SplitLayout(PipeLayout):
     def statistics(self, settings: PipeSettings) -> dict[str, Any]:
         model = self._current_model(settings)
         blocks = [list(of_stage.values()) for of_stage in model.members.blocks]
-        return {"blocks": blocks, "tail": list(model.members.in_tail.values()), "recordings": model.recordings}
+        joined = [] if model.latest is None else model.latest.joined
+        tail = list(model.members.in_tail.values())
+        return {"blocks": blocks, "tail": tail, "joined": joined, "recordings": model.recordings}
 
     def devices_by_tensor(self, settings: PipeSettings, layers: Layers) -> dict[int, torch.device]:
         """See `PipeLayout.devices_by_tensor`, and `SplitModel.homes`."""
