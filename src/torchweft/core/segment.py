@@ -31,7 +31,6 @@ several N (a weight that is used twice), the walk from one N can pass another. T
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -322,20 +321,6 @@ class MicroBatchContext:
 
 # ``function(context, *values) -> values``: one value per route that it reads, then per route that it writes.
 SegmentFunction = Callable[..., tuple[Any, ...]]
-
-
-def total_gradients(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
-    """The sum of the gradients of one value over its readers. `width` is the number of its leaves."""
-    if len(of_readers) == 1 and (only := of_readers[0]) is not None and len(only) == width:
-        return only  # the common case
-    present = [gradients for gradients in of_readers if gradients is not None]
-    if not present:
-        return [None] * width
-    if len(present) == 1:
-        # A result can have fewer gradients than leaves. They belong to the first leaves.
-        return present[0] + [None] * (width - len(present[0]))
-    columns = [[leaf for leaf in leaves if leaf is not None] for leaves in zip(*present, strict=True)]
-    return [reduce(add_gradients, column) if column else None for column in columns]
 
 
 def detach_leaves(value: Any, tracked: bool | None = None) -> Any:

@@ -20,8 +20,7 @@ the values that it returned.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
-from types import MappingProxyType
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -37,7 +36,7 @@ from torchweft.core.errors import (
     add_advice,
 )
 from torchweft.core.pytree import flatten
-from torchweft.core.rng import MAX_RECOMPUTATIONS, DrawnSeed, RngStreams, RngVote
+from torchweft.core.rng import MAX_RECOMPUTATIONS, RngStreams, RngVote
 from torchweft.core.segment import (
     Gradients,
     GradientSum,
@@ -49,14 +48,13 @@ from torchweft.core.segment import (
     Tape,
     add_gradients,
     detach_leaves,
-    total_gradients,
     versions,
 )
 from torchweft.pipeline.batchnorm import DeferredBatchNorm
 from torchweft.pipeline.executor import Inbox, Outboxes, WalkAborted
 from torchweft.pipeline.loss import LossSeed, WeightedLoss
 from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch
-from torchweft.pipeline.pipeline_plan import PipelinePlan
+from torchweft.pipeline.pipeline_plan import ALONE, Agreement, PipelinePlan
 from torchweft.pipeline.recompute import ModuleVersions
 from torchweft.pipeline.routing import (
     OUTSIDE,
@@ -113,7 +111,7 @@ class StepMessages:
         del self._returned[address]
         # Readers can end in any order. In the order of stages, the sum has the same bits under every table.
         in_order = [returned[reader] for reader in readers]
-        return total_gradients([m.value if place is None else place.receive(m) for m in in_order], len(gradients))
+        return _total([m.value if place is None else place.receive(m) for m in in_order], len(gradients))
 
 
 class StepState:
@@ -283,7 +281,7 @@ class StepState:
             arrived: list[Gradients] = []
             for message in of_readers:
                 arrived += (message[0] if place is None else place.receive(message),)
-            gradients += (total_gradients(arrived, len(edges)),)
+            gradients += (_total(arrived, len(edges)),)
         if self._rng is None:
             inputs = self._walk_tape(action, tape, gradients)
         else:
@@ -333,6 +331,19 @@ class StepState:
             return call(*args)
 
 
+def _total(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
+    if len(of_readers) == 1 and (only := of_readers[0]) is not None and len(only) == width:
+        return only  # the common case
+    present = [gradients for gradients in of_readers if gradients is not None]
+    if not present:
+        return [None] * width
+    if len(present) == 1:
+        # A result can have fewer gradients than leaves. They belong to the first leaves.
+        return present[0] + [None] * (width - len(present[0]))
+    columns = [[leaf for leaf in leaves if leaf is not None] for leaves in zip(*present, strict=True)]
+    return [reduce(add_gradients, column) if column else None for column in columns]
+
+
 def add_gradient(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
     present = total.get(key)
     total[key] = gradient if present is None else add_gradients(present, gradient.to(present.device))
@@ -344,25 +355,6 @@ _SHARED = (
     "a layer wrote to a tensor that every micro-batch gets whole (in NoChunk, or without a batch axis), so it was "
     "written to once per micro-batch; let the layer write to a clone"
 )
-
-
-class Agreement(NamedTuple):
-    """Terms that all processes of a step agree on before it starts. The defaults are those of a single process. `name`
-    is for messages. `anchors` are inputs of the node without a gradient, so that a process without parameters has a
-    node too. `loss_seed` is the loss gradient of an early backward. `borrowed` are copies of parameters of other
-    processes, by the number of the loan. `entries` say which gradients of the mini-batch processes share, and
-    `entry_tensors` are the tensors of this process that get one from another process."""
-
-    name: str = ""
-    anchors: Sequence[Tensor] = ()
-    rng: DrawnSeed | None = None
-    loss_seed: float | None = None
-    borrowed: Mapping[int, Tensor] = MappingProxyType({})
-    entries: Any = None
-    entry_tensors: Sequence[Tensor] = ()
-
-
-ALONE = Agreement()
 
 
 class ForwardWalk(NamedTuple):
