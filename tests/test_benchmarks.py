@@ -3,6 +3,7 @@
 The benchmarks themselves omit peers that are not installed.
 """
 
+import json
 import os
 import sys
 import threading
@@ -328,6 +329,21 @@ def test_every_gpu_check_states_its_condition() -> None:
 def test_gpu_check_holds_on_the_cpu(name: str) -> None:
     outcome = jobs.run_job(["-m", "benchmarks.gpu.checks", name, "cpu", "cpu"], 290.0)
     assert outcome.verdict in ("ok", "skipped"), outcome.last_lines(20)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "cases"), [("rows", {"serial", "threads"}), ("ranks", {"torchweft 1f1b", "torch 1f1b"})]
+)
+def test_gpu_measurement_of_pipelines_runs_on_the_cpu(name: str, cases: set[str], tmp_path: Path) -> None:
+    """Bits are equal, and a killed rank is known."""
+    file = tmp_path / "rows"
+    outcome = jobs.run_job(["-m", "benchmarks.gpu.speed", name, "cpu", "9", str(file)], 290.0)
+    found = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert outcome.verdict == "ok", outcome.last_lines(20)
+    assert cases <= {row.get("run by", row.get("case")) for row in found}, found
+    assert not any(word in text for row in found for text in row.values() for word in ("DIFFER", "FAILED")), found
 
 
 @pytest.mark.parametrize(

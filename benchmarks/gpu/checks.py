@@ -331,6 +331,30 @@ def graph_over_places(places: Places) -> None:
     assert_close(gradients[1], gradients[0], 1e-8, "the gradient of a gradient")
 
 
+def recorded_steps_have_the_bits_of_ordinary_ones(places: Places) -> None:
+    """Steps that are replayed as CUDA graphs have the losses and gradients of the executor "serial", bit by bit."""
+    if places[0] == "cpu":
+        raise Skipped("a CUDA graph needs a GPU")
+    for schedule in ("gpipe", "1f1b", "zero_bubble"):
+        for checkpoint in ("never", "always"):
+            options = {"balance": [2, 3], "schedule": schedule, "checkpoint": checkpoint, "loss": nn.MSELoss()}
+            pipes = [piped(places, executor=executor, **options)(layers()) for executor in ("cuda_graph", "serial")]
+            optimizers = [torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.5) for pipe in pipes]
+            for step in range(20):
+                x, target = floats(step, 12, 64).to(places[0]), floats(step, 12, 8).to(places[1])
+                values: list[list[Tensor]] = []
+                for pipe, optimizer in zip(pipes, optimizers, strict=True):
+                    loss = pipe(x, target=target)
+                    loss.backward()
+                    values.append([loss.detach(), *(p.grad.clone() for p in pipe.parameters() if p.grad is not None)])
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=bool(step % 2))
+                assert len(values[0]) == len(values[1])
+                assert all(map(torch.equal, *values)), f"{schedule}, {checkpoint}: step {step} differs"
+            figures = pipes[0].statistics()["cuda_graph"]
+            assert figures["replayed"] == 18, f"{schedule}, {checkpoint}: {figures}"
+
+
 # -- 8: reduced precision -------------------------------------------------------------------------------------------
 
 
@@ -573,6 +597,7 @@ CHECKS: dict[str, Check] = {
         pipe_with_tf32,
         sparse_gradients,
         graph_over_places,
+        recorded_steps_have_the_bits_of_ordinary_ones,
         memory_does_not_grow_with_micro_batches,
         caller_on_own_stream,
         buffers_shared_by_stages,

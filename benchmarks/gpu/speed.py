@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import torchweft as weft
 from benchmarks.gpu.checks import peak_memory
 from benchmarks.gpu.kernels import barriers, kernels
+from benchmarks.gpu.pipelines import time_ranks, time_rows
 from benchmarks.gpu.timing import Work, race, recorded, synchronize
 from benchmarks.recurrent.cells import GRUCell, LSTMCell, by_torch, by_torchweft, eager, with_weights_of
 from benchmarks.recurrent.work import distance, training
@@ -235,6 +236,8 @@ def experts(place: str, seconds: float) -> Iterator[Row]:
 MEASUREMENTS: dict[str, tuple[Measurement, float]] = {
     "memory": (memory, 40.0),
     "stages": (stages, 50.0),
+    "rows": (time_rows, 60.0),
+    "ranks": (time_ranks, 150.0),
     "experts": (experts, 30.0),
     "recurrent": (recurrent, 120.0),
     "kernels": (kernels, 240.0),

@@ -25,6 +25,7 @@ from benchmarks.pipeline.transformer import encoder
 from torchweft.pipeline.schedule import Schedule, ScheduleFunction, build
 
 Step = Callable[[], list[Tensor]]
+_CPU = torch.device("cpu")
 MakeLayers = Callable[[int], nn.Sequential]
 """The layers for a number of stages."""
 
@@ -121,10 +122,10 @@ class FusedSleep(nn.Module):
 
 
 class Candidates:
-    """Steps of one comparison on this rank, by name."""
+    """Steps of one comparison on this rank and its device, by name."""
 
-    def __init__(self, make: MakeLayers, x: Tensor, target: Tensor, chunks: int) -> None:
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+    def __init__(self, make: MakeLayers, x: Tensor, target: Tensor, chunks: int, device: torch.device = _CPU) -> None:
+        self.rank, self.ranks, self._device = dist.get_rank(), dist.get_world_size(), device
         self._make, self._x, self._target, self._chunks = make, x, target, chunks
         self.steps: dict[str, Step] = {}
 
@@ -155,6 +156,7 @@ class Candidates:
             schedule=KINDS[kind].schedule_of(self.ranks),
             loss=functional.mse_loss,
             checkpoint="never",
+            devices=self._device,
             group=dist.group.WORLD,
         )
 
@@ -174,7 +176,9 @@ class Candidates:
         folded = kind in ("zbv", "dualpipev")
         numbers = [self.rank, stages - 1 - self.rank] if folded else [*range(self.rank, stages, self.ranks)]
         stage_list = [
-            pipelining.PipelineStage(layers[number * size : (number + 1) * size], number, stages, torch.device("cpu"))
+            pipelining.PipelineStage(
+                layers[number * size : (number + 1) * size].to(self._device), number, stages, self._device
+            )
             for number in numbers
         ]
         schedule_class: Any = getattr(schedules, schedule_name)

@@ -206,11 +206,11 @@ class GpuCutStep(CutStep):
 
     def __init__(self, step: GpuStep, stages: Sequence[Layers], scale: OneScale) -> None:
         self.step: Any = step
-        self._by_stage: Any = {stage.number: [stage.weight] for stage in stages}
+        self.by_stage: Any = {stage.number: [stage.weight] for stage in stages}
         self._segments: Any = {stage.number: GpuSegment(stage, [stage.weight]) for stage in stages}
         self._observer, self._owners, self._agreed, self._kept = None, {}, ALONE, None
         self._seed = None if step.schedule.allows_external_loss else GpuSeed(scale)
-        self._caller = CallerStreams(())
+        self.caller = CallerStreams(())
 
 
 class Pipeline:

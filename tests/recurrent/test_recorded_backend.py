@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.cells.zoo_cases import ZooCase, sampled
 from tests.recurrent.recurrent_cases import as_the_loop, close, learned
+from torchweft.core import recording
 from torchweft.core.pytree import flatten, map_leaves
 from torchweft.recurrent import Recurrent, backend_registry, recordings
 from torchweft.recurrent import recorded_backend as module
@@ -236,11 +237,11 @@ def test_each_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatc
         entered.append(which)
         yield
 
-    monkeypatch.setattr(recordings, "_streams", {})
+    monkeypatch.setattr(recording, "_streams", {})
     for name, fake in (("Stream", FakeStream), ("current_stream", current.__getitem__), ("stream", stream)):
         monkeypatch.setattr(torch.cuda, name, fake)
     for device in (*devices, devices[1]):
-        with pytest.raises(KeyError), recordings.recording_stream(device):
+        with pytest.raises(KeyError), recording.recording_stream(device):
             assert entered[-1].device == device
             assert entered[-1].waits[-1] is current[device] and len(current[device].waits) < len(entered[-1].waits)
             raise KeyError

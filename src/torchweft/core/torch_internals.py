@@ -5,12 +5,13 @@ kernels are selected. These are aliases, not wrappers, because some are called o
 tensors cannot have an alias: `segment` reads their versions, `segment` and `autograd` their tables of hooks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import product
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch._functorch import pyfunctorch
 from torch.utils._device import DeviceContext
 
@@ -68,6 +69,8 @@ KERNEL_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 
 # A tensor of a subclass, with the memory of another one and without its graph.
 make_subclass: Callable[[type[Any], Any, bool], Any] = cast(Any, torch.Tensor)._make_subclass
+
+foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = cast(Any, torch)._foreach_copy_
 
 # Parses the arguments of ``Module.to`` into device, dtype and others.
 parse_to: Callable[..., tuple[Any, ...]] = _c._nn._parse_to

@@ -1,8 +1,9 @@
 """The choice of how the next step of a pipe runs, for ``executor="auto"``, by measuring the user's own steps.
 
-    serial    every stage a segment, in the caller's thread; on several GPUs, with streams of its own
-    threads   every stage a segment, in a thread of its own
-    uncut     plain autograd over all micro-batches, in the caller's thread
+    serial        every stage a segment, in the caller's thread; on several GPUs, with streams of its own
+    threads       every stage a segment, in a thread of its own
+    uncut         plain autograd over all micro-batches, in the caller's thread
+    cuda_graph    as serial, recorded and replayed, if all stages are on CUDA devices
 
 Threads pay when the operators are long and cost when they are short: under the interpreter lock, two threads that both
 launch operators of 10 us run slower than one. No property of a model tells which it is, so the first steps of each kind
@@ -120,9 +121,9 @@ class _Trial:
 class LayoutTuner:
     """Chooses the layout of each step by measuring. Steps of one `kind` take about the same time."""
 
-    def __init__(self, executor: str, stages: int, *, serial: bool, uncut: bool) -> None:
+    def __init__(self, executor: str, stages: int, *, serial: bool, uncut: bool, graphs: bool = False) -> None:
         self._executor = executor
-        rows = {"serial": serial, "uncut": uncut, "threads": stages > 1}
+        rows = {"serial": serial, "uncut": uncut, "cuda_graph": graphs, "threads": stages > 1}
         self.candidates = [layout for layout, possible in rows.items() if possible]  # the simplest comes first
         self.fixed: str | None = None
         self._trials: dict[Hashable, _Trial] = {}
@@ -147,6 +148,14 @@ class LayoutTuner:
             trial.seconds["uncut"] = [math.inf] * (_WARM_UP + _SAMPLES)
         layout = min(trial.seconds, key=lambda candidate: len(trial.seconds[candidate]))
         return layout, partial(self.report, kind, layout)
+
+    def exclude(self, kind: Hashable, layout: str) -> None:
+        """Choose another layout than this one for steps of this kind."""
+        trial = self._trial(kind)
+        if trial.best == layout:
+            trial = self._trials[kind] = _Trial({candidate: [] for candidate in self.candidates})
+        if layout in trial.seconds:
+            trial.seconds[layout] = [math.inf] * (_WARM_UP + _SAMPLES)
 
     def report(self, kind: Hashable, layout: str, seconds: float) -> None:
         trial = self._trial(kind)

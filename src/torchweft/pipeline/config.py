@@ -197,7 +197,7 @@ CheckpointRule = Callable[[int, int, int], bool]
 """``rule(stage, micro_batch, micro_batches)`` returns whether this forward keeps only its inputs and is recomputed."""
 
 _FORWARD = cast(Any, nn.Sequential).forward
-EXECUTORS = ("auto", "serial", "threads", "graph")
+EXECUTORS = ("auto", "serial", "threads", "graph", "cuda_graph")
 _RULES: dict[str, CheckpointRule] = {
     "always": lambda stage, micro_batch, micro_batches: True,
     "except_last": lambda stage, micro_batch, micro_batches: micro_batch < micro_batches - 1,

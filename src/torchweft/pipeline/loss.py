@@ -56,6 +56,7 @@ class LossStage(Stage):
         super().__init__(index, layers, device, (), ())
         self.function = function
         self._guessed = guessed
+        self.reads_targets = False  # whether a step had to look for targets that do not count
         self._modes = WeakKeyDictionary[Any, _RejectUncounted]()  # by the random numbers of their step
 
     def of(self, context: MicroBatchContext, output: Any, target: Any) -> Any:
@@ -64,6 +65,7 @@ class LossStage(Stage):
             mode = self._modes.setdefault(context.random, _RejectUncounted(context.micro_batches))
         with mode:
             result: Tensor | tuple[Tensor, Any] = self.run(context, CallArguments((output, target), {}), {})[0]
+        self.reads_targets |= isinstance(mode, _RejectUncounted) and mode.has_asked
         loss = result[0] if isinstance(result, tuple) else result
         mesh = getattr(loss, "device_mesh", None)  # only a DTensor has one
         if mesh is not None and loss.requires_grad:
@@ -278,6 +280,7 @@ class _RejectUncounted(TorchFunctionMode):
         # The targets of all micro-batches are read together, because reading one waits for the GPU.
         self._left = micro_batches
         self._asked: list[tuple[str, Tensor]] = []
+        self.has_asked = False
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
         super().__exit__(kind, *exception)
@@ -297,6 +300,7 @@ class _RejectUncounted(TorchFunctionMode):
                 raise UsageError(join_faults(_UNCOUNTED, [f"{name} has class weights"]))
             fault = f"{name} gets targets that are {ignored}, its ignore_index"
             self._asked.append((fault, (target == ignored).any()))
+            self.has_asked = True
         return func(*args, **words)
 
 

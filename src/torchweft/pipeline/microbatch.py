@@ -14,6 +14,7 @@ Results that cannot be joined exactly are rejected: one number per micro-batch c
     JoinedOutput    one output per micro-batch -> the whole output;        its gradients   -> one per micro-batch
 """
 
+import copy
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -283,15 +284,34 @@ class MiniBatch:
         can be `ELSEWHERE`. Then `rows` come from the process that has the input."""
         self._parts = len(parts)
         self.present = [k for k, part in enumerate(parts) if part is not ELSEWHERE]
-        self.split, self._leaves, self._structures = self._plan(parts, chunks, axis, rows)
-        self._tracked = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
-        self.tensors: list[Tensor] = [x for x, tracked in zip(self._leaves, self._tracked, strict=True) if tracked]
+        self.split, leaves, self._structures = self._plan(parts, chunks, axis, rows)
+        self._tracked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         self.rows = self.split.sizes
         self.micro_batches = len(self.rows)
-        self.given = [x for x in self._leaves if isinstance(x, Tensor)]
-        pairs = zip(self._leaves, self.split.axes, strict=True)
+        self._take(leaves)
+
+    def _take(self, leaves: list[Any]) -> None:
+        self._leaves = leaves
+        self.tensors: list[Tensor] = [x for x, tracked in zip(leaves, self._tracked, strict=True) if tracked]
+        self.given = [x for x in leaves if isinstance(x, Tensor)]
+        pairs = zip(leaves, self.split.axes, strict=True)
         several = self.micro_batches > 1
         self.shared = [x for x, axis in pairs if several and axis is None and isinstance(x, Tensor)]
+
+    def with_tensors(self, given: Sequence[Any]) -> "MiniBatch":
+        """The same mini-batch with other tensors in the place of those that are `given`."""
+        other, rest = copy.copy(self), iter(given)
+        other._take([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves])
+        return other
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Everything but the numbers in the tensors. A leaf of which this is not known is an `object`."""
+        return self.split, self._structures, [_form_of(leaf) for leaf in self._leaves]
+
+    def uploaded(self, upload: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+        """The tensors that are given, after `upload` of those that are cut, as in `leaves`."""
+        return [x for x in self._uploaded(upload) if isinstance(x, Tensor)]
 
     def _plan(
         self, parts: Sequence[Any], chunks: int, axis: Any, rows: Sequence[int] | None
@@ -357,6 +377,16 @@ class MiniBatch:
             parts[part] = unflatten(structure, leaves[: structure.num_leaves])
             leaves = leaves[structure.num_leaves :]
         return parts
+
+
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+
+
+def _form_of(leaf: Any) -> Any:
+    if type(leaf) is Tensor and leaf.layout is torch.strided:
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    # The type too, because True == 1 == 1.0. An object that can change inside is equal to nothing.
+    return (type(leaf), leaf) if type(leaf) in PLAIN else object()
 
 
 class JoinedOutput:

@@ -113,7 +113,8 @@ class Pipe(nn.Module):
         loss_scale: the factor of the loss before ``backward()``, a number or a function such as the ``get_scale`` of a
             `torch.amp.GradScaler`, for schedules that begin backward early. Default: that of the last step.
         executor: ``"threads"`` (one worker per stage), ``"serial"``, ``"auto"`` (measures both on the first steps and
-            keeps the faster one) or ``"graph"`` (plain autograd, for gradients of gradients).
+            keeps the faster one), ``"graph"`` (plain autograd, for gradients of gradients) or ``"cuda_graph"`` (after
+            two equal steps, the whole step is one recording that the GPU repeats).
         sample: an input, used only for balancing. With `split`: a micro-batch, as a dict of named arguments, a tuple of
             positional arguments, or the only argument.
         split: names of submodules. The model is cut before the first call of each (see docs/which_models.md). Or
@@ -169,7 +170,7 @@ class Pipe(nn.Module):
         loss_reduction: Literal["mean", "sum"] | None = None,
         loss_weight: LossWeight | None = None,
         loss_scale: int | float | Callable[[], float] | None = None,
-        executor: Literal["auto", "serial", "threads", "graph"] = "auto",
+        executor: Literal["auto", "serial", "threads", "graph", "cuda_graph"] = "auto",
         sample: Any = None,
         split: Sequence[str] | Literal["auto", "device_map"] | None = None,
         verify: bool = True,
@@ -412,14 +413,15 @@ class Pipe(nn.Module):
 
     def statistics(self) -> dict[str, Any]:
         """Figures of this pipe: layers per stage, devices, live worker threads, and the choices of
-        ``executor="auto"``. With `split`: the blocks of each stage, and how often forward() was recorded. With
-        `group`: also the bytes sent."""
+        ``executor="auto"``; steps that were replayed as CUDA graphs, and why others were not. With `split`: the blocks
+        of each stage, and how often forward() was recorded. With `group`: also the bytes sent."""
         of_layout, runtime = self._layout.statistics(self), self._runtime
         return {
             **of_layout,
             "devices": [str(device) for device in self.devices],
             "threads": 0 if runtime is None else runtime.plans.threads,
             "chosen": {} if runtime is None else runtime.layouts.chosen(),
+            **({} if runtime is None else runtime.graphs.statistics()),
         }
 
     def train(self, mode: bool = True) -> "Pipe":

@@ -1,6 +1,6 @@
 """The part of a pipe that is not saved: stages, plans and executors. It is built again after a copy or a load.
 
-    pipe(x) --> MiniBatch, StepKind --> LayoutTuner.pick: serial, threads, uncut, graph --> CallChecks
+    pipe(x) --> MiniBatch, StepKind --> LayoutTuner.pick: serial, threads, uncut, graph, cuda_graph --> CallChecks
             --> the StepRoute --> scan the layers --> PipeStep --> run it, as one node of autograd if it is cut
 
 A pipe without this object would have to pickle threads and locks, and would keep plans that fit the layers of an
@@ -40,6 +40,7 @@ from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
 from torchweft.pipeline.loss import LossFunction, LossScale, LossSeed, LossStage, LossWeight, LossWeights, WeightedLoss
 from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch
 from torchweft.pipeline.pipeline_plan import Crossing, PipelinePlan, staged_plan
+from torchweft.pipeline.recorded_step import RecordedSteps
 from torchweft.pipeline.schedule import Schedule, ScheduleFunction, build
 from torchweft.pipeline.stage import ModuleScan, Stage, serialize_shared
 from torchweft.pipeline.step import ALONE, Agreement, CutStep, PipeStep
@@ -199,11 +200,13 @@ class PipeRuntime:
         # The choice depends on time, so processes would choose differently, and their collectives would not match.
         if executor == "auto" and self._checks.has_collectives:
             executor = "serial"
+        self.graphs = RecordedSteps(self.stages, self._loss, self.uses, strict=executor == "cuda_graph")
         self._clock = partial(time_after, frozenset(devices))
         one_device = len(set(devices)) == 1
         uncut = one_device and allows_external_loss and self._keep_rules.never_recomputes
         serial = one_device or several_gpus(devices)
-        self.layouts = LayoutTuner(executor, len(devices), serial=serial, uncut=uncut)
+        graphs = self.graphs.make is not None and all(type(stage) is Stage for stage in self.stages)
+        self.layouts = LayoutTuner(executor, len(devices), serial=serial, uncut=uncut, graphs=graphs)
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
         return self.plans.plan(layout, with_loss=with_loss)
@@ -216,12 +219,13 @@ class PipeRuntime:
         # Cut first: a wrong argument must not count as a step that measures a layout.
         mini_batch = MiniBatch([call.main, *call.targets], call.chunks, call.axis)
         kind = StepKind.of(call, mini_batch, training=training, cuts=needs_cuts())
-        layout, report = self.layouts.pick(
+        picked, report = self.layouts.pick(
             kind,
             must_cut=kind.cuts or self.plans.have_python_functions,
             watched=call.observer is not None,
             local=has_local_modes(),
         )
+        layout = "serial" if picked == "cuda_graph" else picked
         self._checks.check(mini_batch, layout)
         begun = 0.0 if report is None else self._clock()
         route, scans = self._choose_route(layout, kind, call)
@@ -245,6 +249,11 @@ class PipeRuntime:
             return run_uncut(step)
         cut = self._cut_step(call, step, scans)
         function: CutFunction = cut
+        if picked == "cuda_graph":
+            function, possible = self.graphs.choose(cut, scans, observed=call.observer is not None)
+            if not possible:
+                self.layouts.exclude(kind, picked)
+                report = None
         if report is not None:
             function = TimedCall(cut, report, self._clock, with_backward=step.tracked)
         if not step.tracked:

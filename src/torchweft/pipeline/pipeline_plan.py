@@ -5,14 +5,16 @@ recomputation and on one device, it can also merge all stages into a single segm
 cuts that are not needed. `weft.pipeline.autotune` chooses between them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from torchweft.core.rng import DrawnSeed
 from torchweft.core.segment import MicroBatchContext, SegmentFunction
 from torchweft.pipeline.checks import ForeignParameterCheck
 from torchweft.pipeline.executor import SerialExecutor
@@ -35,6 +37,25 @@ class PipelinePlan:
     executor: SerialExecutor
     entry_points: EntryPoints
     stages: tuple[Stage, ...]
+
+
+class Agreement(NamedTuple):
+    """Terms that all processes of a step agree on before it starts. The defaults are those of a single process. `name`
+    is for messages. `anchors` are inputs of the node without a gradient, so that a process without parameters has a
+    node too. `loss_seed` is the loss gradient of an early backward. `borrowed` are copies of parameters of other
+    processes, by the number of the loan. `entries` say which gradients of the mini-batch processes share, and
+    `entry_tensors` are the tensors of this process that get one from another process."""
+
+    name: str = ""
+    anchors: Sequence[Tensor] = ()
+    rng: DrawnSeed | None = None
+    loss_seed: float | None = None
+    borrowed: Mapping[int, Tensor] = MappingProxyType({})
+    entries: Any = None
+    entry_tensors: Sequence[Tensor] = ()
+
+
+ALONE = Agreement()
 
 
 Crossing = Sequence[tuple[Skip, int, tuple[int, ...]]]  # every skip between stages, with its source and its readers

@@ -7,7 +7,7 @@ Skips that begin and end in the stage never leave it. A stage without skips runs
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any, NamedTuple, cast
@@ -50,6 +50,7 @@ _SETTINGS = frozenset((bool, float))
 TABLES = len(vars(nn.Module()))
 _NO_SKIPS: dict[Skip, Any] = {}
 _hooks_of_all_modules = cast("dict[int, Any]", cast(Any, modules.module)._global_forward_pre_hooks)
+has_global_hooks = cast("Callable[[], Any]", cast(Any, modules.module)._has_any_global_hook)
 
 
 class StageTracker(SkipTracker):
@@ -86,7 +87,7 @@ class Stage:
         self._skips = any(isinstance(module, Skippable) for module in modules)
         self._copies_input = _writes_early(modules)
         self._partition = partition
-        self._deferred = self._hooked = False
+        self._deferred = self.hooked = False
         self.replay = StageReplay(index, self.layers, device)
 
     def __call__(self, context: MicroBatchContext, main: Any, *skips: Any) -> tuple[Any, ...]:
@@ -155,7 +156,7 @@ class Stage:
 
     def find_hooks(self) -> None:
         # Once per step, and not per micro-batch.
-        self._hooked = self._partition is not None and any(getattr(self._partition, table) for table in _HOOKS)
+        self.hooked = self._partition is not None and any(getattr(self._partition, table) for table in HOOKS)
 
     def _misplaced(self) -> list[str]:
         return [
@@ -175,7 +176,7 @@ class Stage:
             return self._layers(main, next_layer), tracker.values
 
     def _layers(self, value: Any, next_layer: NextLayer) -> Any:
-        if self._hooked and self._partition is not None:
+        if self.hooked and self._partition is not None:
             if next_layer is not None:
                 next_layer(self.first)  # once for all layers, because the partition calls them itself
             return self._by_partition(self._partition, value)
@@ -203,7 +204,7 @@ class Stage:
             raise
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _copied(leaf: Any) -> Any:

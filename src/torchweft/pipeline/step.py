@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -37,7 +36,7 @@ from torchweft.core.errors import (
     add_advice,
 )
 from torchweft.core.pytree import flatten
-from torchweft.core.rng import MAX_RECOMPUTATIONS, DrawnSeed, RngStreams, RngVote
+from torchweft.core.rng import MAX_RECOMPUTATIONS, RngStreams, RngVote
 from torchweft.core.segment import (
     Gradients,
     GradientSum,
@@ -55,7 +54,7 @@ from torchweft.pipeline.batchnorm import DeferredBatchNorm
 from torchweft.pipeline.executor import Inbox, Outboxes, WalkAborted
 from torchweft.pipeline.loss import LossSeed, WeightedLoss
 from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch
-from torchweft.pipeline.pipeline_plan import PipelinePlan
+from torchweft.pipeline.pipeline_plan import ALONE, Agreement, PipelinePlan
 from torchweft.pipeline.recompute import ModuleVersions
 from torchweft.pipeline.routing import (
     OUTSIDE,
@@ -358,23 +357,12 @@ _SHARED = (
 )
 
 
-class Agreement(NamedTuple):
-    """Terms that all processes of a step agree on before it starts. The defaults are those of a single process. `name`
-    is for messages. `anchors` are inputs of the node without a gradient, so that a process without parameters has a
-    node too. `loss_seed` is the loss gradient of an early backward. `borrowed` are copies of parameters of other
-    processes, by the number of the loan. `entries` say which gradients of the mini-batch processes share, and
-    `entry_tensors` are the tensors of this process that get one from another process."""
+class ForwardWalk(NamedTuple):
+    """The messages that left a walk. Its state, for the backward, or the gradients of the step if they were made."""
 
-    name: str = ""
-    anchors: Sequence[Tensor] = ()
-    rng: DrawnSeed | None = None
-    loss_seed: float | None = None
-    borrowed: Mapping[int, Tensor] = MappingProxyType({})
-    entries: Any = None
-    entry_tensors: Sequence[Tensor] = ()
-
-
-ALONE = Agreement()
+    left: Mapping[Address, Message]
+    state: StepState | None
+    gradients: Sequence[Tensor | None]
 
 
 class ForwardReport(NamedTuple):
@@ -448,17 +436,17 @@ class CutStep:
     ) -> None:
         self.step = step
         self._segments = {stage: Segment(functions[stage], owned) for stage, owned in parameters.items()}
-        self._by_stage = parameters
+        self.by_stage = parameters
         self._observer = observer
         self._owners = owners
         self._seed = seed
         self._agreed = agreed
         self._kept: tuple[StepState, ModuleVersions | None] | None = None  # from the forward, for the backward
-        self._caller = CallerStreams(())
+        self.caller = CallerStreams(())
 
     @cached_property
     def _parameters(self) -> list[Tensor]:
-        owned = [self._owners.get(id(p), p) for group in self._by_stage.values() for p in group]
+        owned = [self._owners.get(id(p), p) for group in self.by_stage.values() for p in group]
         return list({id(p): p for p in owned}.values())
 
     @cached_property
@@ -468,20 +456,33 @@ class CutStep:
         return [*self.step.mini_batch.tensors, *agreed.entry_tensors, *agreed.anchors, *self._parameters]
 
     def node_inputs(self) -> list[Tensor]:
-        views = bind_parameters(self.step.plan.places, self._by_stage)
+        views = bind_parameters(self.step.plan.places, self.by_stage)
         return [views.get(id(tensor), tensor) for tensor in self.tensors] if views else self.tensors
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         step = self.step
-        self._caller = CallerStreams(step.plan.places)
-        left, state, gradients = step.run_until_rng_settled(self._walk_forward)
-        results = step.plan.entry_points.results(left, step.mini_batch.micro_batches)
+        self.enter()
+        seeds = self.seeds()
+        walked = step.run_until_rng_settled(lambda rng: self.walk_forward(rng, seeds))
+        return step.output.gather(self.keep(walked))
+
+    def enter(self) -> None:
+        self.caller = CallerStreams(self.step.plan.places)
+
+    def seeds(self) -> list[Gradients] | None:
+        """The gradients of the results with which an early backward starts. None if there is none."""
+        if self._seed is None:
+            return None
+        return self.step.output.scatter_gradients([self._seed.value.to(self.step.plan.stages[-1].device)])
+
+    def keep(self, walked: ForwardWalk) -> list[Any]:
+        """Keep what the backward needs of this walk. Returns its results, one per micro-batch."""
         if self._seed is not None:
-            self._seed.keep(gradients)
-        else:
-            again = state.recomputing()
-            self._kept = state, ModuleVersions([step.plan.stages[s].replay for s in again]) if again else None
-        return step.output.gather(results)
+            self._seed.keep(walked.gradients)
+        elif walked.state is not None:
+            replays = [self.step.plan.stages[stage].replay for stage in walked.state.recomputing()]
+            self._kept = walked.state, ModuleVersions(replays) if replays else None
+        return self.step.plan.entry_points.results(walked.left, self.step.mini_batch.micro_batches)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`. Raises BackwardTwiceError or ModuleChangedError."""
@@ -489,7 +490,7 @@ class CutStep:
         executor = self.step.plan.executor
         try:
             executor.open(f"the backward{self.step.name}")
-            with self._caller.restored():
+            with self.caller.restored():
                 result = self._gradients(gradients, retain=retain)
         except BaseException as error:
             executor.abort(error)
@@ -529,37 +530,37 @@ class CutStep:
         if not retain:
             # Before the walk, so that each tape is free as soon as its backward has run.
             self._kept = None
-        state.prepare_backward(retain=retain)
-        given = self.step.plan.entry_points.seed(
-            self.step.output.scatter_gradients(gradients), streams=any(self.step.plan.places)
-        )
-        with self.step.ambient.process_flags(), silence_hooks(self._parameters):
-            left = self._walk(state, self.step.schedule.backward_only, given)
-        result = self._collect(left, state)
+        result = self.walk_backward(state, self.step.output.scatter_gradients(gradients), retain=retain)
         if retain and module_versions is not None:
             module_versions.snapshot()  # a layer can write to its own weights while it is recomputed
         return result
 
-    def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], StepState, list[Tensor | None]]:
-        """The messages that left the walk, its state, and the gradients of `tensors` if they are made early."""
+    def walk_backward(self, state: StepState, seeds: Sequence[Gradients], *, retain: bool) -> list[Tensor | None]:
+        """The gradients of `tensors`, from those of the results of the forward that left this `state`."""
+        state.prepare_backward(retain=retain)
+        given = self.step.plan.entry_points.seed(seeds, streams=any(self.step.plan.places))
+        with self.step.ambient.process_flags(), silence_hooks(self._parameters):
+            left = self._walk(state, self.step.schedule.backward_only, given)
+        return self._collect(left, state)
+
+    def walk_forward(self, rng: RngStreams, seeds: Sequence[Gradients] | None) -> ForwardWalk:
+        """Walk the forward half of the schedule, or with `seeds` all of it."""
         step, plan, count = self.step, self.step.plan, self.step.schedule.micro_batches
-        borrowed = self._agreed.borrowed
-        contexts = [MicroBatchContext(i, step.ambient, rng, {}, count, borrowed) for i in range(count)]
+        contexts = [MicroBatchContext(i, step.ambient, rng, {}, count, self._agreed.borrowed) for i in range(count)]
         workers = step.schedule.worker_of
         state = StepState(plan.wiring, self._segments, contexts, step.keeps, plan.places, self._observer, rng, workers)
         moves = any(plan.places)
-        given = plan.entry_points.enter(step.mini_batch.leaves(self._upload if moves else None), streams=moves)
-        if self._seed is None:
-            return self._walk(state, step.schedule.forward_only, given), state, []
-        seeds = step.output.scatter_gradients([self._seed.value.to(plan.stages[-1].device)])
-        for segment, messages in plan.entry_points.seed(seeds, streams=any(plan.places)).items():
+        given = plan.entry_points.enter(step.mini_batch.leaves(self.upload if moves else None), streams=moves)
+        if seeds is None:
+            return ForwardWalk(self._walk(state, step.schedule.forward_only, given), state, [])
+        for segment, messages in plan.entry_points.seed(seeds, streams=moves).items():
             given.setdefault(segment, {}).update(messages)
         # Hooks of parameters belong to the whole step. The walk would call them once per micro-batch.
         with silence_hooks(self._parameters):
             left = self._walk(state, step.schedule, given)
-        return left, state, self._collect(left, state)
+        return ForwardWalk(left, None, self._collect(left, state))
 
-    def _upload(self, part: int, tensor: Tensor) -> Tensor:
+    def upload(self, part: int, tensor: Tensor) -> Tensor:
         plan = self.step.plan
         place = plan.places[plan.entry_points.entries[part].segment]
         return tensor if place is None else place.upload(tensor)

@@ -6,7 +6,7 @@ where they are used, because they are stable and frequent.
 """
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -47,7 +47,6 @@ current_tracer = cast("Callable[[], object | None]", proxy_tensor.get_proxy_mode
 replay_views = cast(
     "Callable[[bool], AbstractContextManager[None]]", cast(Any, torch.autograd.grad_mode)._force_original_view_tracking
 )
-foreach_copy = cast("Callable[[Sequence[Tensor], Sequence[Tensor]], None]", cast(Any, torch)._foreach_copy_)
 module_hooks = cast("dict[str, Any]", vars(nn.modules.module))
 # Swap other tensors in for a module's own, as `torch.func.functional_call` does.
 with_tensors = cast("Callable[..., AbstractContextManager[None]]", cast(Any, stateless)._reparametrize_module)

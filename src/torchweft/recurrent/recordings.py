@@ -8,16 +8,15 @@ of steps are one recording. A recording has memory of its own. Tensors hold all 
 suffice: a tensor per step would cost the host more than the step itself.
 """
 
-import threading
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torchweft.core.recording import RECORDING, capture, recording_stream
 from torchweft.core.segment import can_have_gradient
-from torchweft.recurrent.pytorch_internals import foreach_copy
+from torchweft.core.torch_internals import foreach_copy
 from torchweft.recurrent.verify import difference
 
 # Tensors by their role. None stands for a tensor that this call does not have.
@@ -27,38 +26,13 @@ Work = Callable[[Tables, Tables], None]
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 MAX_RECORDINGS = 16  # Each has memory of its own. The oldest is dropped first.
 
-# Held in the whole process while work is recorded or replayed. A recording has one set of buffers, which threads that
-# share a network would overwrite for each other, and PyTorch records one graph at a time.
-_RECORDING = threading.RLock()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-@contextmanager
-def recording_stream(device: torch.device) -> Generator[None]:
-    """Make the one stream of all recordings on this device current, in order with the caller's current stream."""
-    # The buffers of recordings belong to it, so replays run one after another, whichever streams they serve.
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            # PyTorch hands out 32 streams of each priority in turn. Stages of a pipe have streams of normal priority.
-            # If a stage had the recording stream too, its kernels would be recorded into the graph.
-            recording = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device, priority=-1))
-            current = torch.cuda.current_stream(device)
-            recording.wait_stream(current)
-            stack.callback(current.wait_stream, recording)
-            stack.enter_context(torch.cuda.stream(recording))  # also makes the device the current one
-        yield
-
 
 def cuda_recorder(function: Callable[[], None]) -> Callable[[], None]:
     """Record on the current stream. Raises RuntimeError if the function cannot be recorded."""
     # Compilation and the creation of library handles happen in the first runs. They cannot be recorded.
     function()
     function()
-    graph = torch.cuda.CUDAGraph()
-    # The default stream belongs to the device that recorded first. Kernels on another device would not be recorded.
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        function()
-    return graph.replay
+    return capture(function)
 
 
 @dataclass(frozen=True)
@@ -83,7 +57,7 @@ class Recordings:
             return
         device = next(iter(_tensors(read))).device
         form = key, *(tuple((name, *(t is None for t in some)) for name, some in t.items()) for t in (read, written))
-        with _RECORDING, recording_stream(device):
+        with RECORDING, recording_stream(device):
             recording = self._find(form, work, read, written)
             if recording is not None:
                 foreach_copy(_tensors(recording.read), _tensors(read))
