@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import torchweft as weft
-from tests.pipeline.pipe_cases import Early, Late, rows
+from tests.pipeline.pipe_cases import Early, Late, rows, with_batch_norm
 from tests.pipeline.recorded_launches import StandIn
 from torchweft.core.errors import BackwardTwiceError, ModuleChangedError, UsageError
 from torchweft.pipeline import recorded_step
+
+pytestmark = with_batch_norm
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchweft as weft
+from tests.pipeline.pipe_cases import with_batch_norm
 
+pytestmark = with_batch_norm
 LAYERS = 9
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "zero_bubble": 2, "interleaved": 4, "looped_bfs": 4, "zbv": 4, "dualpipev": 4}
 
