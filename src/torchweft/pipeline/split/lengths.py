@@ -93,20 +93,20 @@ class RecordingGroup:
                 forms = [value.form for value in values if value is not None and value.form is not None]
                 if not forms:
                     continue
-                value, shape = values[-1], forms[-1].shape
-                if len(forms) == len(values) and len({len(form.shape) for form in forms}) == 1:
+                value, found = values[-1], list[int | None]([None])
+                if value is None or len(forms) < len(values):
+                    return None  # not a tensor each time
+                if len({len(form.shape) for form in forms}) == 1:
                     ways = list(zip(*(form.shape for form in forms), strict=True))
                     for way in ways:
                         if way not in computed:
                             computed[way] = _size(known, way, now)
                     found = [computed[way] for way in ways]
-                else:
-                    found = [None]
+                shape = forms[-1].shape
                 if None not in found:
                     shape = tuple([size for size in found if size is not None])
                 elif k not in last.tail.steps:
                     return None
-                assert value is not None
                 shapes[value] = shape
         return shapes
 
