@@ -29,6 +29,7 @@ def print_plan(chosen: Namespace) -> None:
     """Print the plan of the parsed options. Raises ``UsageError`` and ``ScheduleError``."""
     routes: list[Any] = []
     joined: list[Any] = []
+    joined_parts = 0  # micro-batches of the step in which they were seen
     stages, chunks = chosen.stages, chosen.chunks
     if chosen.pipe is not None:
         pipe: Any = _load_pipe(chosen.pipe)
@@ -36,7 +37,7 @@ def print_plan(chosen: Namespace) -> None:
         # Only a pipe made with split= has routes, and without sample= it knows them after its first step.
         with suppress(AttributeError, UsageError):
             routes = pipe.routes
-            joined = pipe.statistics()["joined"]
+            joined, joined_parts = pipe.statistics()["joined"], pipe.chunks
     if stages is None or chunks is None:
         raise UsageError("plan needs --stages and --chunks, or --pipe")
     table = build(_read_schedule(chosen.schedule), stages, chunks)
@@ -53,14 +54,14 @@ def print_plan(chosen: Namespace) -> None:
             "total_in_cost_units": expected.total,
             "idle_percent": 100 * expected.bubble,
             "crossing_values": list(map(_route_to_json, routes)),
-            "joined_values": [{"name": value.name, "size_bytes": value.bytes * chunks} for value in joined],
+            "joined_values": [{"name": value.name, "size_bytes": value.bytes * joined_parts} for value in joined],
         }
         print(json.dumps(plan))
         return
     if routes:
         _draw_routes(routes, max(stages, *(1 + max(value.readers) for value in routes)))
     for value in joined:
-        print(f"all rows: {value.bytes} bytes x {chunks}  {value.name}, joined for the end of forward()")
+        print(f"all rows: {value.bytes} bytes x {joined_parts}  {value.name}, joined for the end of forward()")
     print(table.text())
     print(f"live micro-batches of each stage: {' '.join(map(str, table.live()))}")
     print(f"forecast: takes {expected.total:g}, idle {expected.bubble:.1%} of the time of {len(table.workers)} workers")

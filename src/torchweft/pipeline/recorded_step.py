@@ -5,8 +5,8 @@
                    backward:  copy the gradients in  -> record the walk, replay it -> copy the gradients out
     steps 4 ...    the same, without recording
 
-Both graphs share one memory. What varies from step to step stays outside of them: cutting the mini-batch, weights of
-losses, the assumed loss gradient, joining, `.grad`. A schedule that begins backward early has one graph for all.
+Both graphs share one memory. Work that varies from step to step stays outside of them: cutting the mini-batch, weights
+of losses, the assumed loss gradient, joining, `.grad`. A schedule that begins backward early has one graph for all.
 
 Within a recording, the modules have aliases of their parameters. The engine makes a gradient wait for the stream on
 which its parameter was first used, which is a stream of the caller, and a capture cannot contain that one.
@@ -350,7 +350,7 @@ def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 @dataclass(eq=False)
 class _Form:
-    """Steps of one form: how many ordinary ones ended well, and what is known of them."""
+    """Steps of one form: how many ordinary ones ended well, and the gradients that they had."""
 
     form: tuple[Any, ...]
     steps: int = 0

@@ -72,7 +72,7 @@ class ValueCost:
 
 class TailCost(NamedTuple):
     """Cost of the end of forward() of a cut model, which runs once for all micro-batches, between their last forward
-    and their first backward. `bytes` are those that its graph keeps: the joined values, and what it makes of them."""
+    and their first backward. `bytes` are those that its graph keeps, joined values included."""
 
     seconds: float
     bytes: int
@@ -338,7 +338,7 @@ class MemoryRecorder:
 @dataclass(frozen=True)
 class Costs:
     """Cost of one micro-batch on each stage, and the values that cross the cuts. `recomputed` are the (stage,
-    micro-batch) pairs that ran their forward twice. `tail` is that of a cut model whose forward() ends on all rows.
+    micro-batch) pairs that ran their forward twice. `tail` is that of a cut model, if its forward() ends on all rows.
 
     Example:
         >>> from torchweft.pipeline.simulate import StageCost

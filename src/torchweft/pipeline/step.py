@@ -470,13 +470,13 @@ class CutStep:
         self.caller = CallerStreams(self.step.plan.places)
 
     def seeds(self) -> list[Gradients] | None:
-        """The gradients of the results with which an early backward starts. None if there is none."""
+        """The gradients of the results with which an early backward starts. None without such a backward."""
         if self._seed is None:
             return None
         return self.step.output.scatter_gradients([self._seed.value.to(self.step.plan.stages[-1].device)])
 
     def keep(self, walked: ForwardWalk) -> list[Any]:
-        """Keep what the backward needs of this walk. Returns its results, one per micro-batch."""
+        """Keep the parts of this walk that its backward needs. Returns its results, one per micro-batch."""
         if self._seed is not None:
             self._seed.keep(walked.gradients)
         elif walked.state is not None:

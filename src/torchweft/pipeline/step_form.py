@@ -3,8 +3,8 @@
     form       mini-batch, schedule, modes, and of every module: its tensors' memory, training mode, hooks, attributes
     obstacle   the reason why a step of this pipe cannot be recorded, in one sentence
 
-A replay runs no Python code of the layers. What this code reads is frozen in the recording, so it is part of the form.
-Two attributes that are not plain values are equal if they are the same object, with the same number of items.
+A replay runs no Python code of the layers. All that this code reads is frozen in the recording, so it is part of the
+form. Two attributes that are not plain values are equal if they are the same object, with the same number of items.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
@@ -75,7 +75,7 @@ def _memory_of(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def changed_attribute(stages: Sequence[Stage], before: Sequence[Hashable]) -> str:
-    """Name a layer of which something has changed since `marks_of` was `before`. Empty if there is none."""
+    """Name a layer of which something has changed since `marks_of` was `before`. Empty if nothing has."""
     rest = iter(before)
     for stage in stages:
         for name, module in modules_of([stage]):

@@ -326,11 +326,12 @@ def borrow_wrongly(wrong: str) -> list[tuple[str, str]]:
     for key in ("weight", "bias"):
         setattr(model[2], key, getattr(model[0], key))
     errors: list[tuple[str, str]] = []
+    pipes: list[weft.Pipe] = []  # kept, because the other rank can still be reading the error when a pipe is freed
     with patch.object(split_model, "plan_loans", plan_wrongly), patch.object(process_pipe, "plan_loans", plan_wrongly):
         for layers, cut in ((Scales(), {"split": ["second"]}), (model, {"balance": [2, 1]})):
-            pipe = weft.Pipe(layers, chunks=2, group=dist.group.WORLD, **cut)  # type: ignore[arg-type]
+            pipes.append(weft.Pipe(layers, chunks=2, group=dist.group.WORLD, **cut))  # type: ignore[arg-type]
             try:
-                pipe(_inputs(4))
+                pipes[-1](_inputs(4))
             except Exception as error:
                 errors.append((type(error).__name__, str(error)))
     return errors

@@ -365,7 +365,7 @@ class StepsRun(Generic[T]):
             self._loop.start(call)
 
     def take(self) -> T:
-        """The value, or raise the error. The run forgets the error, whose traceback holds the frames of its callers."""
+        """The value, or raise the error. The run forgets the error: its traceback holds the frames of its callers."""
         error, self.error = self.error, None
         try:
             if error is not None:

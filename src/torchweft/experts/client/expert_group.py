@@ -155,7 +155,7 @@ def discard(module: Modules) -> None:
 def _run_phase(
     experts: Sequence[RemoteExpert], steps: Sequence[Steps[bool]], state: str | None = None
 ) -> dict[RemoteExpert, bool]:
-    """Run a phase of all experts. ``state``: what is known if one fails. None: some of the others have stepped."""
+    """Run a phase of all experts. ``state`` describes the others if one fails. None: some of them have stepped."""
     runs = run_all(steps, settle=state is None)
     failed = [(expert, run) for expert, run in zip(experts, runs, strict=True) if run.error is not None]
     if failed:

@@ -138,7 +138,7 @@ class RemoteFunction:
         for call, count in zip(self.calls, self.counts, strict=True):
             if isinstance(count, int):
                 own, rest = rest[:count], rest[count:]
-                # As in plain autograd, a call whose outputs got no gradient has no backward, and its expert no step.
+                # A call without gradients for its outputs has no backward, as in autograd, and its expert no step.
                 if any(gradient is not None for gradient in own):
                     steps[call] = call.backward(own)
         for call in steps:  # before the first expert steps

@@ -177,7 +177,7 @@ class ExpertStub:
         use: Use | None = None,
         device: torch.device | None = None,
     ) -> RemoteCall:
-        """One forward. Its value is what ``use`` makes of the flat outputs on ``device``: by default the outputs."""
+        """One forward. Its value is the result of ``use`` for the flat outputs on ``device``, or the outputs."""
 
         def accept(answer: Received) -> Any:
             self.progress.accept(answer)

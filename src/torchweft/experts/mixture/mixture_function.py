@@ -161,7 +161,7 @@ def _send_phase(
 
 
 def _separate_complete(pending: Mapping[str, PendingCommit]) -> tuple[list[str], dict[str, BaseException]]:
-    """Return the experts whose mini-batches are complete, and the faults of the others."""
+    """Return the experts with complete mini-batches, and the faults of the others."""
     complete: list[str] = []
     incomplete: dict[str, BaseException] = {}
     for uid, mini_batch in pending.items():

@@ -27,7 +27,7 @@ _LENT, _RETURNED = -3, -4  # routes of addresses; those of values are numbered f
 
 
 class Place(NamedTuple):
-    """A slot of a parameter, and the names in the model of what belongs there: on the owner all names."""
+    """A slot of a parameter, and the names of that parameter in the model: on the owner all of them."""
 
     slot: Slot
     names: Sequence[str]
@@ -69,7 +69,7 @@ class Loans:
         # All sends come before the first receive. Two ranks that borrow from each other would otherwise both wait.
         for loan in self._loans:
             if loan.place is not None and loan.parameter is not None:
-                # With its names, because a number shows the plan, and not what is lent.
+                # With its names, because a number shows the plan, and not the lent parameter.
                 walk.send(loan.borrower, (_LENT, 0, loan.number), [*loan.place.names, loan.parameter.detach()])
         copies: dict[int, Tensor] = {}
         for loan in self._loans:

@@ -368,7 +368,7 @@ class ProcessSplitModel(SplitModel):
         hidden.keep_buffers(module for blocks in local for block in blocks for module in block.modules())
         with hidden.placeholders():
             stages, crossing = super().stages()
-            # Without a prefix for the code between blocks, whose tables have names of the model.
+            # Without a prefix for the code between blocks: its tables have names of the model.
             layers = [
                 [("" if isinstance(layer, InterBlockParameters) else name, layer) for name, layer in stage.layers]
                 for stage in stages

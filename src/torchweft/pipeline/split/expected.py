@@ -126,7 +126,7 @@ class ExpectedCalls:
         if k >= len(self.steps):
             return False
         before = self._plain[k]
-        self._plain[k] = [entry for entry in before if _is_plain(self.steps[k].leaves[entry[0]])]
+        self._plain[k] = [entry for entry in before if is_plain(self.steps[k].leaves[entry[0]])]
         return len(self._plain[k]) < len(before)
 
     def implied_by(self, other: "ExpectedCalls") -> bool:
@@ -241,7 +241,11 @@ def _plain_arguments(step: Instruction, dependences: Sequence[Dependence] | None
     return found
 
 
-def _is_plain(leaf: Any) -> bool:
+def is_plain(leaf: Any) -> bool:
+    """Whether an argument is compared by value. A slice between tensors is not: they are read within the function."""
+    if isinstance(leaf, slice):
+        part = cast("slice[Any, Any, Any]", leaf)
+        return all(isinstance(x, int | None) for x in (part.start, part.stop, part.step))
     if isinstance(leaf, tuple | list):
-        return all(map(_is_plain, cast("Sequence[Any]", leaf)))
+        return all(map(is_plain, cast("Sequence[Any]", leaf)))
     return isinstance(leaf, PLAIN) or leaf is Ellipsis

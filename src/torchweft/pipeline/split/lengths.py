@@ -14,15 +14,14 @@ from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from torchweft.core.pytree import Structure
-from torchweft.pipeline.split.expected import ExpectedCalls, TailNeedsMore
+from torchweft.pipeline.split.expected import ExpectedCalls, TailNeedsMore, is_plain
 from torchweft.pipeline.split.isolation import keep_attributes
-from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.program import Program
 from torchweft.pipeline.split.recording import (
     HERE,
@@ -85,29 +84,29 @@ class RecordingGroup:
         A value of the tail keeps its shape if it is not known: the tail runs as forward() finds it.
         """
         known, now = [sizes for sizes, _ in self.recorded], sizes_of(leaves)
-        last = self.recorded[-1][1]
+        programs = [program for _, program in self.recorded]
         computed: dict[Sizes, int | None] = {}
         shapes: dict[RecordedValue, Sizes] = {}
-        for k, steps in enumerate(zip(*(program.recording.steps for _, program in self.recorded), strict=True)):
+        for k, steps in enumerate(zip(*(program.recording.steps for program in programs), strict=True)):
             for values in zip(*(step.makes for step in steps), strict=True):
-                forms = [value.form for value in values if value is not None and value.form is not None]
-                if not forms:
+                value, forms = values[-1], [value and value.form for value in values]
+                if not any(forms):
                     continue
-                value, found = values[-1], list[int | None]([None])
-                if value is None or len(forms) < len(values):
+                recorded = [form.shape for form in forms if form is not None]
+                if value is None or len(recorded) < len(values):
                     return None  # not a tensor each time
-                if len({len(form.shape) for form in forms}) == 1:
-                    ways = list(zip(*(form.shape for form in forms), strict=True))
-                    for way in ways:
-                        if way not in computed:
-                            computed[way] = _size(known, way, now)
-                    found = [computed[way] for way in ways]
-                shape = forms[-1].shape
-                if None not in found:
-                    shape = tuple([size for size in found if size is not None])
-                elif k not in last.tail.steps:
+                shape: list[int | None] = [None]
+                if len(set(map(len, recorded))) == 1:
+                    for sizes in zip(*recorded, strict=True):  # of one axis, in all recordings
+                        if sizes not in computed:
+                            computed[sizes] = _size(known, sizes, now)
+                    shape = [computed[sizes] for sizes in zip(*recorded, strict=True)]
+                if None not in shape:
+                    shapes[value] = tuple([size for size in shape if size is not None])
+                elif k in programs[-1].tail.steps:
+                    shapes[value] = recorded[-1]
+                else:
                     return None
-                shapes[value] = shape
         return shapes
 
 
@@ -137,7 +136,7 @@ class RecordingGroups:
         group.recorded = [*group.recorded[1 - _OF_GROUP :], (sizes_of(leaves), program)]
 
     def find(self, kind: Hashable) -> list[RecordingGroup]:
-        """Paths that programs can be derived from. The one that was recorded last comes first."""
+        """The groups that programs can be derived from. The one that was recorded last comes first."""
         return [group for group in self._groups.get(kind, ()) if group.usable]
 
     def add_derived(self, program: Program, group: RecordingGroup) -> None:
@@ -168,7 +167,7 @@ class ObservedCalls(ExpectedCalls):
         for j, recorded in enumerate(taken):
             if j in step.reads or recorded is HERE:
                 continue
-            if _is_plain(recorded) and _is_plain(leaves[j]):
+            if is_plain(recorded) and is_plain(leaves[j]):
                 taken[j] = leaves[j]
             elif not same(recorded, leaves[j]):
                 return f"calls {step} with another object"
@@ -179,7 +178,7 @@ class ObservedCalls(ExpectedCalls):
         """See `ExpectedCalls`."""
         reads = self.recording.reads
         pairs = zip(self.recording.leaves, leaves, strict=False)
-        self._result = [x if k not in reads and _is_plain(x) else before for k, (before, x) in enumerate(pairs)]
+        self._result = [x if k not in reads and is_plain(x) else before for k, (before, x) in enumerate(pairs)]
         same_reads = all(self._is_value(value, leaves[k], values) for k, value in reads.items())
         return None if same_reads and structure == self.recording.structure else "it returns something else"
 
@@ -234,8 +233,10 @@ def sizes_of(leaves: Sequence[Any]) -> Sizes:
     return tuple([size for x in leaves if isinstance(x, Tensor) for size in x.shape])
 
 
-def _size(known: Sequence[Sizes], way: Sizes, now: Sizes) -> int | None:
-    """A size of a value for inputs of other sizes, if all that is known allows only one. `way` are its sizes so far."""
+def _size(known: Sequence[Sizes], recorded: Sizes, now: Sizes) -> int | None:
+    """The size of an axis of a value for inputs of sizes `now`, if all that is known allows only one.
+
+    `recorded` are its sizes for inputs of the `known` sizes."""
     found: set[int] = set()
     for k, size in enumerate(now):
         before = [sizes[k] for sizes in known]
@@ -244,20 +245,11 @@ def _size(known: Sequence[Sizes], way: Sizes, now: Sizes) -> int | None:
             if size != before[0]:
                 return None  # nothing shows what depends on it
             continue
-        above, below = way[other] - way[0], before[other] - before[0]
-        if all((y - way[0]) * below == (x - before[0]) * above for x, y in zip(before, way, strict=True)):
+        above, below = recorded[other] - recorded[0], before[other] - before[0]
+        if all((y - recorded[0]) * below == (x - before[0]) * above for x, y in zip(before, recorded, strict=True)):
             rise, rest = divmod((size - before[0]) * above, below)
             if not rest:
-                found.add(way[0] + rise)
+                found.add(recorded[0] + rise)
     if not found and now == known[-1]:
-        return way[-1]
+        return recorded[-1]
     return found.pop() if len(found) == 1 else None
-
-
-def _is_plain(leaf: Any) -> bool:
-    if isinstance(leaf, slice):
-        part = cast("slice[Any, Any, Any]", leaf)
-        return all(isinstance(x, int | None) for x in (part.start, part.stop, part.step))
-    if isinstance(leaf, tuple | list):
-        return all(map(_is_plain, cast("Sequence[Any]", leaf)))
-    return isinstance(leaf, PLAIN) or leaf is Ellipsis
